@@ -1,0 +1,32 @@
+"""The plugins that come with hookbus, registered by the same entry points as anybody's."""
+
+from builtin_plugins.callbacks import Callbacks
+from builtin_plugins.datamodule import DataModule
+from builtin_plugins.loader import Loader
+from builtin_plugins.loop import Loop
+from builtin_plugins.model import Model
+from builtin_plugins.optimizer import Optimizer
+from builtin_plugins.precision import Precision
+from builtin_plugins.progress import Progress
+from builtin_plugins.rng import AttachedGenerator, Rng
+from builtin_plugins.scheduler import Scheduler
+from builtin_plugins.state import Stateful, TensorState, Values
+from builtin_plugins.strategy import Strategy
+
+__all__ = [
+    "AttachedGenerator",
+    "Callbacks",
+    "DataModule",
+    "Loader",
+    "Loop",
+    "Model",
+    "Optimizer",
+    "Precision",
+    "Progress",
+    "Rng",
+    "Scheduler",
+    "Stateful",
+    "Strategy",
+    "TensorState",
+    "Values",
+]

@@ -1,0 +1,182 @@
+"""Save optimizers by the names of their parameters, and the gradients that go on mattering."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+
+import hookbus
+from builtin_plugins.names import parameter_names, rename
+from builtin_plugins.optimizer_state import OptimizerState, find_inside
+from hookbus.errors import UnattachedError
+
+
+@attrs.define(eq=False)
+class Optimizer:
+    """Look after an optimizer, or a list of them, and the gradients of their parameters.
+
+    A wrapper is followed to the torch optimizer inside. State goes by the names of parameters,
+    so their order in a group may change. Every tensor comes back with its bits, dtype and
+    strides. Options such as ``lr`` come from the checkpoint, except ``foreach``, ``fused``,
+    ``capturable`` and ``differentiable``; an ``lr`` tensor stays the same object. With
+    ``strict=False`` what fits is restored and the report tells the rest. ``rename`` is that of
+    `Model`, with the component's name in front: ``{"model.old": "model.new"}``.
+
+    Raises:
+        AttachError: there is no torch optimizer inside.
+    """
+
+    component: Any
+    strict: bool = attrs.field(default=True, kw_only=True)
+    rename: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
+    _states: list[OptimizerState] = attrs.field(init=False)
+    _known: dict[int, str] = attrs.field(factory=dict, init=False)
+    kind = "optimizer"
+    after = ("precision",)
+
+    def __attrs_post_init__(self) -> None:
+        many = isinstance(self.component, list | tuple)
+        members = self.component if many else [self.component]
+        self._states = [OptimizerState(each) for each in members]
+
+    @hookbus.hookimpl
+    def resume_start(self, resume: hookbus.Resume) -> None:
+        self._known = self._find_names(resume.components)
+
+    @hookbus.hookimpl
+    def save_start(self, save: hookbus.Save) -> None:
+        self._name_parameters(save.name, save.components)
+
+    @hookbus.hookimpl
+    def save_state(self, save: hookbus.Save) -> None:
+        names = self._name_parameters(save.name, save.components)
+        save.write([state.collect(names) for state in self._states])
+
+    @hookbus.hookimpl
+    def check_state(self, resume: hookbus.Resume) -> None:
+        if not resume.set_up:
+            return
+        try:
+            names = self._name_parameters(resume.name, resume.components)
+        except UnattachedError as error:
+            resume.problem(error)
+            return
+        saved = self._read_names(resume.metadata().state)
+        if len(saved) != len(self._states):
+            resume.problem(
+                f"saved with {len(saved)} optimizers, run has {len(self._states)}; "
+                f"pass skip=({resume.name!r},) to start fresh"
+            )
+            return
+        for i, (state, tree) in enumerate(zip(self._states, saved, strict=True)):
+            which = f"optimizer {i}: " if len(saved) > 1 else ""
+            if was := state.describe_other_class(tree):
+                resume.problem(f"{which}{was}; pass skip=({resume.name!r},) to start it fresh")
+                continue
+            # A callback may add groups when it is restored; those are looked at after that.
+            may_grow = resume.event != "restore_training_state"
+            faults = state.compare(tree, names, may_grow=may_grow)
+            text = (
+                f"{which}{len(faults)} differences between checkpoint and run: {'; '.join(faults)}"
+            )
+            if faults and (self.strict or state.is_positional(tree)):
+                resume.problem(
+                    f"{text}; to restore what fits, bus.register(builtin_plugins.Optimizer("
+                    f"optimizer, strict=False), {resume.name!r}), or with rename={{…}}"
+                )
+            elif faults:
+                fitting = len(state.find_fitting(tree, names))
+                resume.note(f"{text}; {fitting} parameters take their state back, others are fresh")
+
+    @hookbus.hookimpl
+    def restore_training_state(self, resume: hookbus.Resume) -> None:
+        names = self._name_parameters(resume.name, resume.components)
+        for state, tree in zip(self._states, self._read_names(resume.read()), strict=True):
+            for change in state.restore(tree, names):
+                resume.note(change)
+
+    @hookbus.hookimpl
+    def optimizer_stepped(self, optimizer: object) -> bool | None:
+        for state in self._states:
+            if any(each is optimizer for each in state.chain):
+                return not state.gradients.void
+        return None
+
+    @hookbus.hookimpl
+    def gradients_waiting(self) -> bool:
+        return any(state.gradients.any_waiting() for state in self._states)
+
+    def _find_names(self, components: Mapping[str, object]) -> dict[int, str]:
+        names = parameter_names(components)
+        ours = [id(p) for state in self._states for p in state.list_parameters()]
+        return {each: names[each] for each in ours if each in names}
+
+    def _name_parameters(self, who: str, components: Mapping[str, object]) -> dict[int, str]:
+        """Return names by ``id``.
+
+        Raises:
+            UnattachedError: a parameter is part of no attached component.
+        """
+        names = self._find_names(components)
+        ours = [p for state in self._states for p in state.list_parameters()]
+        lost = [p for p in ours if id(p) not in names]
+        replaced = [self._known[id(p)] for p in lost if id(p) in self._known]
+        strange = [str(list(p.shape)) for p in lost if id(p) not in self._known]
+        faults = []
+        if replaced:
+            faults.append(
+                f"{_list_some(replaced)} no longer belong to the model, which has other parameters "
+                "in their place; build the optimizer after layers are replaced or sharded"
+            )
+        if strange:
+            faults.append(
+                f"parameters of shape {_list_some(strange)} belong to nothing attached; attach the "
+                "module that holds them, bus.attach(NAME=module)"
+            )
+        if faults:
+            raise UnattachedError(
+                f"{who}: {len(lost)} of {len(ours)} parameters would be trained and never saved: "
+                f"{'; '.join(faults)}"
+            )
+        self._known = names
+        return names
+
+    def _read_names(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
+            return {rename(name, self.rename): value for name, value in mapping.items()}
+
+        return [
+            {
+                **tree,
+                "groups": [
+                    {**group, "parameters": renamed(group["parameters"])}
+                    for group in tree["groups"]
+                ],
+                "state": renamed(tree["state"]),
+                "on_cpu": renamed(tree["on_cpu"]),
+                "gradients": {
+                    what: renamed(gradients) for what, gradients in tree["gradients"].items()
+                },
+            }
+            for tree in saved
+        ]
+
+
+def _list_some(words: list[str]) -> str:
+    more = f" and {len(words) - 5} more" if len(words) > 5 else ""
+    return ", ".join(words[:5]) + more
+
+
+def _is_optimizer(component: Any) -> bool:
+    if isinstance(component, torch.optim.Optimizer):
+        return True
+    return not isinstance(component, type) and find_inside(component) is not None
+
+
+@hookbus.hookimpl
+def plugin_for(name: str, component: object) -> Optimizer | None:
+    members = component if isinstance(component, list | tuple) else [component]
+    return Optimizer(component) if members and all(map(_is_optimizer, members)) else None

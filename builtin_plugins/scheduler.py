@@ -1,0 +1,210 @@
+"""Save learning-rate schedulers, and see that none is forgotten."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+import hookbus
+from builtin_plugins.optimizer_state import find_inside, is_same, set_option
+from hookbus.errors import UnattachedError
+
+# What schedulers keep in the parameter groups, so that one works with a fresh optimizer too.
+_IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
+# Arguments whose attributes change from step to step, or are schedulers themselves.
+_NOT_SETTINGS = ("last_epoch", "lr_lambda", "schedulers")
+_METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
+_SAVES_A_SEARCH = 10
+
+_saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+@attrs.define(eq=False)
+class Scheduler:
+    """Look after a learning-rate scheduler, one that wraps it as ``scheduler``, or a list of them.
+
+    Schedulers inside it (`SequentialLR`, `ChainedScheduler`) go with it. What it was built with,
+    such as ``T_max``, comes from the checkpoint, and the report tells what the script had. After
+    the restore each group's ``lr`` is the saved one, also where the optimizer starts fresh.
+    """
+
+    component: Any
+    kind = "scheduler"
+    after = ("optimizer",)
+
+    @hookbus.hookimpl
+    def save_state(self, save: hookbus.Save) -> None:
+        save.write([_collect(each) for each in _list_members(self.component)])
+
+    @hookbus.hookimpl
+    def check_state(self, resume: hookbus.Resume) -> None:
+        if not resume.set_up:
+            return
+        saved, schedulers = resume.metadata().state, _list_members(self.component)
+        skip = f"pass skip=({resume.name!r},) to start fresh"
+        if len(saved) != len(schedulers):
+            resume.problem(f"saved with {len(saved)} schedulers, run has {len(schedulers)}; {skip}")
+            return
+        for tree, scheduler in zip(saved, schedulers, strict=True):
+            was, now = tree["class"], _describe(scheduler)
+            if was != now:
+                resume.problem(f"saved by {was}, run has {now}; {skip}")
+            were, are = len(tree["groups"]), len(_get_groups(scheduler))
+            # A callback may add groups when it is restored; they are counted after that.
+            if were < are or (were > are and resume.event == "restore_training_state"):
+                resume.problem(f"saved for {were} parameter groups, run has {are}; {skip}")
+
+    @hookbus.hookimpl
+    def restore_training_state(self, resume: hookbus.Resume) -> None:
+        for saved, scheduler in zip(resume.read(), _list_members(self.component), strict=True):
+            for change in _list_changes(_unwrap(scheduler), saved["state"]):
+                resume.note(change)
+            scheduler.load_state_dict(saved["state"])
+            for group, options in zip(_get_groups(scheduler), saved["groups"], strict=True):
+                for key, value in options.items():
+                    set_option(group, key, value, group.get(key))
+
+
+def _collect(scheduler: Any) -> dict[str, Any]:
+    groups = _get_groups(scheduler)
+    return {
+        "class": _describe(scheduler),
+        "state": scheduler.state_dict(),
+        "groups": [{key: group[key] for key in _IN_GROUPS if key in group} for group in groups],
+    }
+
+
+def _list_members(component: Any) -> list[Any]:
+    return list(component) if isinstance(component, list | tuple) else [component]
+
+
+def _unwrap(scheduler: Any) -> Any:
+    """Return torch's scheduler inside a wrapper, or ``None`` for what is no scheduler."""
+    if isinstance(scheduler, LRScheduler):
+        return scheduler
+    if isinstance(scheduler, type) or not all(hasattr(scheduler, name) for name in _METHODS):
+        return None
+    return _unwrap(getattr(scheduler, "scheduler", None))
+
+
+def _list_inside(scheduler: Any) -> list[LRScheduler]:
+    return list(getattr(scheduler, "_schedulers", ()))
+
+
+def _describe(scheduler: Any) -> str:
+    """Return the names of a scheduler's class and of those inside it."""
+    scheduler = _unwrap(scheduler)
+    inside = ", ".join(map(_describe, _list_inside(scheduler)))
+    return type(scheduler).__qualname__ + (f"({inside})" if inside else "")
+
+
+def _get_groups(scheduler: Any) -> list[dict[str, Any]]:
+    groups: list[dict[str, Any]] = _unwrap(scheduler).optimizer.param_groups
+    return groups
+
+
+def _list_changes(scheduler: LRScheduler, saved: Mapping[str, Any]) -> Iterator[str]:
+    """Tell what of the arguments that a scheduler was built with is not as it was saved."""
+    live = scheduler.state_dict()
+    for argument in inspect.signature(type(scheduler)).parameters:
+        for key in (argument, f"_{argument}", f"{argument}s"):
+            if argument in _NOT_SETTINGS or key not in live or key not in saved:
+                continue
+            if not is_same(saved[key], live[key]):
+                yield (
+                    f"{type(scheduler).__name__}.{key}: saved {saved[key]}, run has {live[key]}; "
+                    "the saved one is used"
+                )
+    for inside, state in zip(_list_inside(scheduler), saved.get("_schedulers", ()), strict=True):
+        yield from _list_changes(inside, state)
+
+
+@hookbus.hookimpl
+def plugin_for(name: str, component: object) -> Scheduler | None:
+    members = _list_members(component)
+    is_ours = members and all(_unwrap(each) is not None for each in members)
+    return Scheduler(component) if is_ours else None
+
+
+@hookbus.hookimpl
+def resume_start(resume: hookbus.Resume) -> None:
+    for optimizer in _list_optimizers(resume.components):
+        _saves.pop(optimizer, None)
+
+
+@hookbus.hookimpl
+def save_start(save: hookbus.Save) -> None:
+    """Refuse a save while a scheduler of an attached optimizer is attached to nothing.
+
+    The search goes through every object of the process, so not every save does it.
+    """
+    optimizers = _list_optimizers(save.components)
+    due = any(_saves.get(optimizer, 0) % _SAVES_A_SEARCH == 0 for optimizer in optimizers)
+    for optimizer in optimizers:
+        _saves[optimizer] = _saves.get(optimizer, 0) + 1
+    if not due:
+        return
+    attached = {
+        id(scheduler)
+        for component in save.components.values()
+        for member in _list_members(component)
+        for scheduler in _walk(member)
+    }
+    ours = {id(optimizer) for optimizer in optimizers}
+    forgotten = _find_forgotten(ours, attached)
+    if forgotten:
+        del forgotten
+        gc.collect()  # it may be garbage that waits to be collected
+        forgotten = _find_forgotten(ours, attached)
+    if forgotten:
+        raise UnattachedError(
+            f"{', '.join(map(_describe, forgotten))} changes the lr of an attached optimizer and "
+            "is attached to nothing, so it would start anew after a resume; "
+            "bus.attach(scheduler=scheduler)"
+        )
+
+
+def _find_forgotten(optimizers: set[int], attached: set[int]) -> list[LRScheduler]:
+    # By exact type: isinstance would run code of proxies.
+    kinds = set(_list_kinds(LRScheduler))
+    found = [each for each in gc.get_objects() if type(each) in kinds]
+    forgotten = [
+        each
+        for each in found
+        if id(each) not in attached and id(getattr(each, "optimizer", None)) in optimizers
+    ]
+    inside = {id(each) for outer in forgotten for each in _walk(outer) if each is not outer}
+    return [each for each in forgotten if id(each) not in inside]
+
+
+def _list_kinds(kind: type) -> Iterator[type]:
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _list_kinds(each)
+
+
+def _walk(scheduler: Any) -> Iterator[LRScheduler]:
+    """Yield torch's scheduler and all that are inside it."""
+    scheduler = _unwrap(scheduler)
+    if scheduler is not None:
+        yield scheduler
+        for each in _list_inside(scheduler):
+            yield from _walk(each)
+
+
+def _list_optimizers(components: Mapping[str, object]) -> list[torch.optim.Optimizer]:
+    found = []
+    for component in components.values():
+        for optimizer in _list_members(component):
+            while optimizer is not None:
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    found.append(optimizer)
+                optimizer = find_inside(optimizer)
+    return found

@@ -1,0 +1,24 @@
+"""An event-driven hook bus: start the same command again and training goes on bit for bit."""
+
+from hookbus import errors
+from hookbus.bus import HookBus
+from hookbus.checkpoint import Checkpoint, best, checkpoints
+from hookbus.checkpoint import open_checkpoint as open
+from hookbus.hookspecs import hookimpl, hookspec
+from hookbus.report import Report
+from hookbus.resume import Resume
+from hookbus.save import Save
+
+__all__ = [
+    "Checkpoint",
+    "HookBus",
+    "Report",
+    "Resume",
+    "Save",
+    "best",
+    "checkpoints",
+    "errors",
+    "hookimpl",
+    "hookspec",
+    "open",
+]

@@ -1,0 +1,370 @@
+"""The bus: it holds plugins and components, fires events, resumes and saves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import types
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Unpack
+
+from hookbus.checkpoint import Checkpoint, RunLock, make_run_directory, sweep
+from hookbus.choosing import check_run, choose
+from hookbus.entry_points import Failed
+from hookbus.errors import AttachError, BusError, CallError, SaveError
+from hookbus.logs import say
+from hookbus.ordering import Place, warn_of_unknown_words
+from hookbus.plugins import Plugins
+from hookbus.registration import Registered
+from hookbus.relay import Relay
+from hookbus.report import Report
+from hookbus.resume import Options, Request, Resume
+from hookbus.resuming import abandon, describe_start
+from hookbus.resuming import fire as fire_restore_event
+from hookbus.saver import Pace, Saver
+from hookbus.sequence import RESTORE_EVENTS, RESUME_EVENTS
+from hookbus.transfer import Transfer
+
+
+class HookBus:
+    """Holds plugins, fires events, resumes and saves a run.
+
+    Plugins installed under the entry-point group ``hookbus`` are loaded unless ``load_plugins``
+    is false; those that could not be are in ``failed``, with one WARNING each. ``block`` names
+    plugins or distributions to leave out, and so does ``HOOKBUS_DISABLE_PLUGINS`` (separated by
+    commas): nothing of them is imported or called, and what they would have looked after is
+    neither saved nor restored.
+
+    As a context manager it closes itself; after an exception other than `SystemExit` nothing new
+    is written.
+
+    Raises:
+        CallError: ``block`` is a string, or names what is not installed.
+    """
+
+    def __init__(self, *, load_plugins: bool = True, block: Iterable[str] = ()) -> None:
+        self._loop: Pace | None = None
+        self._resume: Resume | None = None
+        self._saver: Saver | None = None
+        self._lock: RunLock | None = None
+        self._closed = False
+        self._plugins = Plugins(
+            load_plugins=load_plugins, block=block, check_in_time=self._check_in_time
+        )
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("a HookBus cannot be pickled or copied")
+
+    def __enter__(self) -> HookBus:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None or issubclass(kind, SystemExit):
+            self.close()
+        else:
+            self._let_go()
+
+    # -- plugins and components ----------------------------------------------------------------
+
+    @property
+    def plugins(self) -> tuple[Registered, ...]:
+        """Every plugin on the bus, in the order of registration."""
+        return tuple(self._plugins.entries)
+
+    @property
+    def components(self) -> Mapping[str, object]:
+        """The live object behind each attached name; a view that follows the bus."""
+        return types.MappingProxyType(self._plugins.components)
+
+    @property
+    def failed(self) -> tuple[Failed, ...]:
+        """The entry points that could not be loaded: name, distribution and exception of each."""
+        return tuple(self._plugins.failed)
+
+    @property
+    def blocked(self) -> frozenset[str]:
+        """The names of plugins and distributions that are left out."""
+        return self._plugins.blocked
+
+    @property
+    def resumed(self) -> bool:
+        """Whether there is a run to train and to save into."""
+        return self._saver is not None
+
+    @property
+    def hook(self) -> Relay:
+        """The relay that fires events: ``bus.hook.restore_model(resume=resume)``."""
+        return Relay(self.fire, self._plugins)
+
+    def register(self, plugin: object, name: str | None = None) -> str:
+        """Put a plugin on the bus and return its name, which is also its section's.
+
+        The name defaults to the plugin's ``kind``, else to its class's name. The same object
+        under the same name again is a no-op.
+
+        Raises:
+            RegistrationError: the plugin could not be called as it is written; it says why.
+            NameTakenError: another plugin has that name.
+        """
+        return self._plugins.register(plugin, name)
+
+    def unregister(self, name: str) -> None:
+        """Take a plugin, and its component, off the bus."""
+        self._plugins.unregister(name)
+        if not any(component is self._loop for component in self.components.values()):
+            self._loop = None
+
+    def attach(self, **components: object) -> None:
+        """Find a plugin for each component; the name is its section's.
+
+        The same object under the same name again is a no-op. Nothing is attached unless all are.
+
+        Raises:
+            AttachError: nobody can look after a component; it says who was asked.
+            NameTakenError: another component has that name.
+        """
+        self._plugins.attach(components)
+        for component in components.values():
+            if isinstance(component, Pace) and component is not self._loop:
+                self._bind_loop(component)
+
+    def order(self, event: str) -> list[Place]:
+        """Return the plugins in the order in which ``event`` calls them, with the reasons."""
+        return self._plugins.order(event)
+
+    def fire(self, event: str, arguments: Mapping[str, object]) -> Any:
+        """Fire an event whose arguments have been checked; scripts use ``bus.hook``."""
+        if event not in RESUME_EVENTS:
+            return self._plugins.call(event, arguments)
+        resume = arguments["resume"]
+        if not isinstance(resume, Resume) or resume is not self._resume:
+            raise CallError(f"{event}: pass resume=, as bus.prepare(run) returned it")
+        result = fire_restore_event(event, resume, arguments, self._plugins, self._watch)
+        if event == "resume_end":
+            self._begin_run(resume)
+        return result
+
+    # -- resuming ------------------------------------------------------------------------------
+
+    def resume(self, run: str | os.PathLike[str], **options: Unpack[Options]) -> Resume:
+        """Fire all restore events in order: go on with ``run``, or start it fresh.
+
+        ``run`` is the run directory, which need not exist. Options, all by name:
+
+        - ``step``: this checkpoint instead of the newest one;
+        - ``stage``: ``"fit"``, or ``"validate"``, ``"test"``, ``"predict"``: then training state
+          and random streams are left alone, and the run directory is only read;
+        - ``skip``: names or shell patterns of sections not to restore;
+        - ``missing_ok``: of plugins that may start fresh where the checkpoint has no section;
+        - ``only``: with another stage than ``"fit"``, the only sections to restore;
+        - ``init_from``: a checkpoint, or a run (its newest), for a warm start with the sections
+          ``init_only``, which default to ``("model",)``; ignored once this run has a checkpoint;
+        - ``setup(resume)``, ``configure_sharded(resume)``: called in their events; what the
+          latter returns takes the model's place;
+        - ``verify``: ``"hashes"`` reads every byte before the first change, ``"sizes"`` does not.
+
+        Called again it rolls the run back to the newest checkpoint.
+
+        Raises:
+            CheckpointNotFoundError, CorruptCheckpointError, FormatError: on disk.
+            RunLockedError: another process works in ``run``.
+            ResumeError: sections and components do not fit; nothing was changed.
+        """
+        resume = self._prepare(run, options, by_script=False)
+        resume.advance("resume_end")
+        return resume
+
+    @contextlib.contextmanager
+    def resuming(self, run: str | os.PathLike[str], **options: Unpack[Options]) -> Iterator[Resume]:
+        """Resume step by step, for scripts whose components come to life in between.
+
+        ``resume_start`` fires on entry, ``resume_end`` on exit, and in between what the script
+        asks for: ``resume.setup()``, ``resume.restore_model()``, ``resume.configure_sharded(fn)``
+        and ``resume.restore_training_state()``. What it leaves out is fired in order before the
+        next one. Options are those of `resume`.
+        """
+        resume = self._prepare(run, options, by_script=True)
+        resume.advance("resume_start")
+        try:
+            yield resume
+        except BaseException:
+            abandon(resume, "the script")
+            raise
+        resume.advance("resume_end")
+
+    def prepare(self, run: str | os.PathLike[str], **options: Unpack[Options]) -> Resume:
+        """Choose the checkpoint and fire nothing: then fire ``bus.hook.resume_start`` and so on.
+
+        Options are those of `resume`.
+        """
+        return self._prepare(run, options, by_script=True)
+
+    # -- saving --------------------------------------------------------------------------------
+
+    def save(
+        self,
+        *,
+        step: int | None = None,
+        wait: bool = True,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> Checkpoint | None:
+        """Save the run; inside the loop, ask for it.
+
+        In the loop's body or the epoch's own code the checkpoint is written at the next safe
+        point, so it does not matter where the call stands, and ``None`` is returned. Elsewhere it
+        is written before the call returns, unless nothing was counted since the last save or
+        resume and no ``metrics`` are given. Without a loop ``step`` is required.
+
+        Raises:
+            SaveError: not resumed yet, in a forked child, another thread, or while an exception
+                is being handled.
+            UnattachedError: something that trains belongs to nothing on the bus.
+            StateError: a state cannot be stored; nothing was written.
+            WriteError: the disk refused; earlier checkpoints are as they were.
+        """
+        return self._get_saver().save(step, metrics)
+
+    def reach_safe_point(self, loop: object) -> None:
+        """Fire ``safe_point`` and write what was asked for; called by the loop on the bus."""
+        self.hook.safe_point(loop=loop)
+        self.write_asked()
+
+    def write_asked(self) -> None:
+        """Write the save that was asked for, if any, as things stand; called by the loop."""
+        if self._saver is not None:
+            self._saver.write_asked()
+
+    def close(self) -> None:
+        """Write the save that was asked for, if any, and let the run directory go."""
+        try:
+            if self._saver is not None and not self._closed:
+                self._saver.write_asked()
+        finally:
+            self._let_go()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _check_in_time(self, entry: Registered) -> None:
+        """Refuse a plugin whose restore event has gone by: its section would never come back."""
+        resume = self._resume
+        if resume is None or resume.sequence.broken or not entry.has_section:
+            return
+        for event in RESTORE_EVENTS if resume.stage == "fit" else ("restore_model",):
+            if event in entry.events and event not in resume.sequence.list_left():
+                raise AttachError(
+                    f"{entry.name!r} came after {event} had fired, so it would never be restored;"
+                    " attach it before"
+                )
+
+    def _bind_loop(self, loop: Pace) -> None:
+        if self._loop is not None:
+            raise AttachError("there is a loop on this bus already, and a run has one")
+        loop.bind(self)
+        self._loop = loop
+        if self._saver is not None:
+            self._saver.pace = loop
+
+    def _prepare(self, run: str | os.PathLike[str], options: Options, *, by_script: bool) -> Resume:
+        if self._closed:
+            raise BusError("this bus was closed; make a new one")
+        request = Request.make(options)
+        path = Path(run)
+        check_run(path)
+        if request.stage == "fit":
+            self._take_lock(path)
+        checkpoint, fresh = choose(path, request)
+        resume = Resume(
+            run=path,
+            request=request,
+            checkpoint=checkpoint,
+            fresh=fresh,
+            components=self.components,
+            report=Report(
+                checkpoint=str(checkpoint.path) if checkpoint else None,
+                step=checkpoint.step if checkpoint else None,
+                stage=request.stage,
+                fresh=fresh,
+            ),
+            entries=lambda: self._plugins.entries,
+            fire=self._fire_by_name,
+            may_grow=by_script or bool(request.setup or request.configure_sharded),
+        )
+        self._saver = None
+        self._resume = resume
+        warn_of_unknown_words(self._plugins.entries)
+        return resume
+
+    def _take_lock(self, run: Path) -> None:
+        make_run_directory(run)
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = RunLock(run)
+        self._lock.take()
+        sweep(run)
+
+    def _begin_run(self, resume: Resume) -> None:
+        checkpoint = resume.checkpoint
+        if resume.stage == "fit":
+            known = checkpoint is not None and not resume.fresh
+            self._saver = Saver(
+                run=resume.run,
+                run_id=checkpoint.run_id if checkpoint and known else uuid.uuid4().hex,
+                last=checkpoint if known else None,
+                entries=lambda: self._plugins.entries,
+                components=self.components,
+                fire=self._fire_by_name,
+                watch=self._watch,
+                pace=self._loop,
+            )
+            self._saver.note_position()
+        say(describe_start(resume))
+        if checkpoint is not None:
+            checkpoint.close()
+
+    def _fire_by_name(self, event: str, **arguments: object) -> Any:
+        return self.fire(event, arguments)
+
+    @contextlib.contextmanager
+    def _watch(
+        self, what: Literal["writing", "verifying"], path: Path, step: int, total: int
+    ) -> Iterator[Callable[[int], None]]:
+        """Fire `transfer` at the start, as bytes go by, and at the end."""
+        transfer = Transfer(what, path, step, total)
+        started = time.perf_counter()
+
+        def on_bytes(count: int) -> None:
+            transfer.done += count
+            transfer.seconds = time.perf_counter() - started
+            self.fire("transfer", {"transfer": transfer})
+
+        on_bytes(0)
+        try:
+            yield on_bytes
+        finally:
+            # Also when it failed: whoever shows a bar takes it away.
+            on_bytes(total - transfer.done)
+
+    def _get_saver(self) -> Saver:
+        if self._closed:
+            raise SaveError("this bus was closed; save before close()")
+        if self._saver is None:
+            raise SaveError(
+                "there is no run to save into: call bus.resume(RUN) first, also for a fresh start"
+            )
+        if self._lock is not None and self._lock.lost:
+            raise SaveError(
+                f"a newer bus of this process took {self._saver.run} over; save through that one"
+            )
+        return self._saver
+
+    def _let_go(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.fire("release", {})
+        self._saver = None
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None

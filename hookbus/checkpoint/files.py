@@ -1,0 +1,75 @@
+"""What a save does to the disk. Every call that changes a run directory stands here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from hookbus.errors import WriteError
+
+Piece = bytes | memoryview
+
+
+@contextlib.contextmanager
+def refused(what: str, path: Path) -> Iterator[None]:
+    """Turn what the operating system says into a `WriteError` with its number and file name."""
+    try:
+        yield
+    except OSError as error:
+        raise WriteError(error.errno, f"cannot {what}: {error.strerror}", str(path)) from error
+
+
+def create_folder(path: Path) -> None:
+    with refused("create a folder", path):
+        os.mkdir(path)
+
+
+def write_file(path: Path, pieces: Iterable[Piece]) -> int:
+    """Write a new file and bring it to the disk; return its size in bytes.
+
+    Raises:
+        WriteError: the disk refused; what was written by then stays.
+    """
+    size = 0
+    with refused("create", path):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        for piece in pieces:
+            with refused("write", path), memoryview(piece) as data:
+                written = 0
+                while written < len(data):
+                    written += os.write(file, data[written:])
+                size += written
+        with refused("bring to the disk", path):
+            os.fsync(file)
+    finally:
+        os.close(file)
+    return size
+
+
+def sync_folder(path: Path) -> None:
+    """Bring the names in a folder to the disk."""
+    with refused("bring to the disk", path):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def rename_folder(path: Path, target: Path) -> None:
+    """Give a folder its final name.
+
+    Raises:
+        WriteError: there is something of that name.
+    """
+    with refused(f"rename to {target.name}", path):
+        os.rename(path, target)
+
+
+def remove_folder(path: Path) -> None:
+    with refused("remove", path):
+        shutil.rmtree(path)

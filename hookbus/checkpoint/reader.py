@@ -1,0 +1,256 @@
+"""Reads a checkpoint: its manifest at once, its tensors when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+import numpy
+import torch
+
+from hookbus.checkpoint.leaves import decode_leaf, describe_leaf, list_names
+from hookbus.checkpoint.manifest import (
+    NAME,
+    SEAL,
+    Manifest,
+    PartInfo,
+    SectionManifest,
+    read_manifest,
+)
+from hookbus.checkpoint.placing import Stored, match, place
+from hookbus.checkpoint.tensor_file import TensorFile, open_tensors
+from hookbus.checkpoint.tensors import TensorInfo
+from hookbus.checkpoint.tree import rebuild, unflatten
+from hookbus.errors import CorruptCheckpointError, FormatError, MissingSectionError
+
+
+@attrs.frozen(eq=False)
+class Metadata:
+    """A part of a section without its data.
+
+    ``state`` is the state with a `TensorInfo` where a tensor or array was; ``tensors`` has those
+    of the file by name.
+    """
+
+    state: Any
+    version: int
+    tensors: dict[str, TensorInfo]
+
+
+@attrs.frozen
+class SectionInfo:
+    """What a checkpoint says about one plugin's state; ``bytes`` are those of its tensors."""
+
+    name: str
+    kind: str
+    plugin: str
+    distribution: str | None
+    distribution_version: str | None
+    parts: tuple[str | None, ...]
+    bytes: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether the plugin wrote nothing."""
+        return not self.parts
+
+
+class Checkpoint:
+    """One committed checkpoint. Nothing here changes it, and no file of it is kept open.
+
+    ``created`` is in UTC; ``metrics``, ``progress`` and ``settings`` are what was saved with it,
+    ``why`` and ``notes`` say what made it. ``sections`` go by the plugins' names.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, seal: bytes) -> None:
+        self.path = path
+        self.step = manifest.step
+        self.serial = manifest.serial
+        self.created: datetime = manifest.created
+        self.run_id = manifest.run_id
+        self.why = manifest.why
+        self.notes = tuple(manifest.notes)
+        self.world_size = manifest.world_size
+        self.versions: dict[str, str] = manifest.versions
+        self.progress: dict[str, Any] = rebuild(manifest.progress, _refuse_leaf)
+        self.metrics: dict[str, float] = rebuild(manifest.metrics, _refuse_leaf)
+        self.settings: dict[str, Any] = rebuild(manifest.settings, _refuse_leaf)
+        self.sections: Mapping[str, SectionInfo] = MappingProxyType(
+            {
+                name: SectionInfo(
+                    name,
+                    section.kind,
+                    section.plugin,
+                    section.distribution,
+                    section.distribution_version,
+                    tuple(section.parts),
+                    sum(info.bytes for p in section.parts.values() for info in p.tensors.values()),
+                )
+                for name, section in manifest.sections.items()
+            }
+        )
+        self._seal = seal
+        self._manifest: Manifest | None = manifest
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path} of step {self.step}>"
+
+    def read(self, section: str, part: str | None = None) -> Any:
+        """Load a state. Its tensors and arrays are fresh, on the CPU, and share nothing.
+
+        Raises:
+            MissingSectionError: there is no such section or part.
+            CorruptCheckpointError: the bytes are not those that were saved.
+            FormatError: the state holds what this version does not know.
+        """
+        found = self._find_part(section, part)
+        with self._open(found) as file:
+            tensors = {info.name: file.load(info) for info in found.tensors.values()}
+        return unflatten(found.tree, tensors)
+
+    def read_into(
+        self, section: str, tree: Any, part: str | None = None, *, partial: bool = False
+    ) -> Any:
+        """Copy a state into ``tree``, in place, and return ``tree``.
+
+        Bytes go straight into the memory of tensors that are contiguous and on the CPU, through
+        one tensor of that size for others. A container with tensors below it must have the same
+        keys on both sides; one of plain values takes the saved ones. Where something cannot be
+        changed, such as a tuple, it is replaced in what holds it (at the top: in what is returned).
+        With ``partial``, keys that only one side has are left out.
+
+        Raises:
+            MissingSectionError: there is no such section or part.
+            MismatchError: names, shapes, dtypes or shared tensors differ; all of them are named,
+                and nothing was changed.
+            CorruptCheckpointError: the bytes are not those that were saved.
+        """
+        found = self._find_part(section, part)
+        with self._open(found) as file:
+
+            def leaf(tag: str, payload: Any) -> object:
+                stored = Stored(tag, payload, describe_leaf(payload, found.tensors))
+                return _load(file, stored, found) if tag == "$blob" else stored
+
+            saved = rebuild(found.tree, leaf)
+            who = section if part is None else f"{section}.{part}"
+            for each in match(who, saved, tree, partial=partial):
+                if each.stored.tag == "$array":
+                    numpy.copyto(each.live, _load(file, each.stored, found))
+                elif isinstance(each.stored.form, str):
+                    file.load_into(each.stored.info, each.live)
+                else:
+                    with torch.no_grad():
+                        each.live.copy_(_load(file, each.stored, found))
+        return place(saved, tree)
+
+    def metadata(self, section: str, part: str | None = None) -> Metadata:
+        """Return what a state looks like, without reading its data.
+
+        Raises:
+            MissingSectionError: there is no such section or part.
+            FormatError: the state holds what this version does not know.
+        """
+        found = self._find_part(section, part)
+        state = rebuild(found.tree, lambda tag, payload: describe_leaf(payload, found.tensors))
+        return Metadata(state, found.version, dict(found.tensors))
+
+    def verify(
+        self,
+        sections: Collection[str] | None = None,
+        *,
+        hashes: bool = True,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        """Check that every byte of the checkpoint, or of some sections, is what was written.
+
+        Without ``hashes`` the data of the tensors is not read: the manifest, headers and sizes
+        are. ``on_bytes`` is told the number of bytes of tensors as they are read.
+
+        Raises:
+            CorruptCheckpointError: something is not; all of it is named.
+            MissingSectionError: there is no such section.
+        """
+        damage = list[str]()
+        for name in self.sections if sections is None else sections:
+            for part in self._find_section(name).parts.values():
+                damage += self._find_damage(part, hashes, on_bytes)
+        try:
+            self._load_manifest()
+        except CorruptCheckpointError as error:
+            damage.insert(0, str(error))
+        if damage:
+            raise CorruptCheckpointError("; ".join(damage))
+
+    def close(self) -> None:
+        """Let go of what is held in memory; it is read again if it is asked for."""
+        self._manifest = None
+
+    def _find_damage(
+        self, part: PartInfo, hashes: bool, on_bytes: Callable[[int], None] | None
+    ) -> Iterator[str]:
+        try:
+            with self._open(part) as file:
+                for info in part.tensors.values() if hashes else ():
+                    try:
+                        file.check(info, on_bytes)
+                    except CorruptCheckpointError as error:
+                        yield str(error)
+        except CorruptCheckpointError as error:
+            yield str(error)
+
+    def _open(self, part: PartInfo) -> AbstractContextManager[TensorFile]:
+        if part.file is None:
+            return nullcontext(TensorFile(self.path, -1, {}))
+        return open_tensors(self.path / part.file.name, part.file, part.tensors)
+
+    def _find_section(self, name: str) -> SectionManifest:
+        if self._manifest is None:
+            self._manifest = self._load_manifest()
+        if name not in self._manifest.sections:
+            there = ", ".join(self._manifest.sections) or "none"
+            raise MissingSectionError(f"{self.path} has no section {name!r}; it has {there}")
+        return self._manifest.sections[name]
+
+    def _find_part(self, section: str, part: str | None) -> PartInfo:
+        parts = self._find_section(section).parts
+        if part not in parts:
+            what = "no state without a part" if part is None else f"no part {part!r}"
+            there = ", ".join(name or "one without a name" for name in parts) or "none"
+            raise MissingSectionError(
+                f"section {section!r} of {self.path} has {what}; it has {there}"
+            )
+        return parts[part]
+
+    def _load_manifest(self) -> Manifest:
+        data, manifest = read_manifest(self.path)
+        if data[-SEAL:] != self._seal:
+            raise CorruptCheckpointError(f"{self.path / NAME}: was changed since it was opened")
+        return manifest
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Open a committed checkpoint: its manifest is read and checked, its tensors are not read.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint.
+        CorruptCheckpointError: the manifest is damaged or missing.
+        FormatError: it was written in a newer format.
+    """
+    path = Path(path)
+    data, manifest = read_manifest(path)
+    return Checkpoint(path, manifest, data[-SEAL:])
+
+
+def _load(file: TensorFile, stored: Stored, part: PartInfo) -> Any:
+    tensors = {name: file.load(part.tensors[name]) for name in list_names(stored.payload)}
+    return decode_leaf(stored.tag, stored.payload, tensors)
+
+
+def _refuse_leaf(tag: str, payload: Any) -> object:
+    raise FormatError(f"{tag} stands where only plain values can")

@@ -1,0 +1,132 @@
+"""One file of tensors, open for reading: every byte that is used is hashed as it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import attrs
+import torch
+import xxhash
+
+from hookbus.checkpoint.manifest import FileInfo
+from hookbus.checkpoint.tensors import (
+    PIECE,
+    TensorInfo,
+    allocate,
+    lay_out,
+    split_bytes,
+    view_bytes,
+)
+from hookbus.errors import CorruptCheckpointError
+
+
+@attrs.frozen(eq=False)
+class TensorFile:
+    """A file whose size and header have been found right.
+
+    It is read with ``pread`` and never mapped: no tensor can change when the file does.
+    """
+
+    path: Path
+    _descriptor: int
+    _offsets: Mapping[str, int]
+
+    def load(self, info: TensorInfo) -> torch.Tensor:
+        """Return a fresh tensor on the CPU, with the strides it was saved with."""
+        tensor = allocate(info)
+        self._read(info, split_bytes(view_bytes(tensor)))
+        return lay_out(tensor, info)
+
+    def load_into(self, info: TensorInfo, live: torch.Tensor) -> None:
+        """Read into a dense tensor of the same shape and dtype, wherever it is."""
+        direct = live.device.type == "cpu" and live.is_contiguous()
+        if direct and not live.is_conj() and not live.is_neg():
+            self._read(info, split_bytes(view_bytes(live)))
+            if not live.is_inference():
+                torch.autograd.graph.increment_version(live)  # as copy_ would
+        else:
+            tensor = allocate(info)
+            self._read(info, split_bytes(view_bytes(tensor)))
+            with torch.no_grad():
+                live.copy_(tensor)
+
+    def check(self, info: TensorInfo, on_bytes: Callable[[int], None] | None = None) -> None:
+        """Read a tensor's bytes and keep none of them.
+
+        Raises:
+            CorruptCheckpointError: they are not those that were saved.
+        """
+        buffer = memoryview(bytearray(min(PIECE, info.bytes)))
+        sizes = (min(PIECE, info.bytes - start) for start in range(0, info.bytes, PIECE))
+        self._read(info, (buffer[:size] for size in sizes), on_bytes)
+
+    def _read(
+        self,
+        info: TensorInfo,
+        pieces: Iterator[memoryview],
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        digest = xxhash.xxh3_128()
+        offset = self._offsets[info.name]
+        for piece in pieces:
+            _read_exactly(self._descriptor, piece, offset, self.path)
+            digest.update(piece)
+            offset += len(piece)
+            if on_bytes is not None:
+                on_bytes(len(piece))
+        if digest.hexdigest() != info.hash:
+            raise CorruptCheckpointError(
+                f"{self.path}: tensor {info.name!r} ({info}, {info.bytes} bytes from"
+                f" {self._offsets[info.name]}) is damaged: its hash is {digest.hexdigest()}, saved"
+                f" was {info.hash}"
+            )
+
+
+@contextmanager
+def open_tensors(
+    path: Path, file: FileInfo, infos: Mapping[str, TensorInfo]
+) -> Iterator[TensorFile]:
+    """Open a file of tensors; its size and its header are checked before anything is read.
+
+    Raises:
+        CorruptCheckpointError: they are not those that were saved, or it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        size = os.fstat(descriptor).st_size
+        if size != file.bytes:
+            raise CorruptCheckpointError(f"{path}: has {size} bytes, saved were {file.bytes}")
+        offsets, start = {}, size - sum(info.bytes for info in infos.values())
+        if start < 0:
+            raise CorruptCheckpointError(f"{path}: has {size} bytes, its tensors {size - start}")
+        header = memoryview(bytearray(start))
+        _read_exactly(descriptor, header, 0, path)
+        if (found := xxhash.xxh3_128_hexdigest(header)) != file.header:
+            raise CorruptCheckpointError(
+                f"{path}: its header ({start} bytes) is damaged: its hash is {found}, saved was"
+                f" {file.header}"
+            )
+        for info in infos.values():
+            offsets[info.name] = start
+            start += info.bytes
+        yield TensorFile(path, descriptor, offsets)
+    finally:
+        os.close(descriptor)
+
+
+def _read_exactly(descriptor: int, piece: memoryview, offset: int, path: Path) -> None:
+    done = 0
+    while done < len(piece):
+        try:
+            count = os.preadv(descriptor, [piece[done:]], offset + done)
+        except OSError as error:
+            raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        if not count:
+            raise CorruptCheckpointError(f"{path}: ends at byte {offset + done}")
+        done += count

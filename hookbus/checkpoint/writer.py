@@ -1,0 +1,196 @@
+"""Writes a checkpoint: all of it, or nothing that is seen."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import attrs
+import xxhash
+
+from hookbus.checkpoint import files, run_directory
+from hookbus.checkpoint.manifest import NAME, SEAL, FileInfo, Manifest, PartInfo, SectionManifest
+from hookbus.checkpoint.reader import Checkpoint
+from hookbus.checkpoint.tensors import describe, make_header, order_names, split_bytes, take_bytes
+from hookbus.checkpoint.tree import Flat, flatten
+from hookbus.errors import CallError, HookbusError, StateError, raise_all
+
+_SECTION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """A state to write, and the version of its layout."""
+
+    flat: Flat
+    version: int
+
+
+@attrs.frozen(eq=False)
+class Section:
+    """What one plugin saves: its parts by name; none, if it wrote nothing."""
+
+    name: str
+    kind: str
+    plugin: str
+    distribution: str | None
+    distribution_version: str | None
+    parts: dict[str | None, Part]
+
+
+def write_checkpoint(
+    run: Path,
+    *,
+    run_id: str,
+    step: int,
+    sections: Sequence[Section],
+    progress: Mapping[str, Any],
+    metrics: Mapping[str, float],
+    settings: Mapping[str, Any],
+    versions: Mapping[str, str],
+    why: str,
+    notes: Sequence[str] = (),
+    world_size: int = 1,
+    on_bytes: Callable[[int], None] | None = None,
+) -> Checkpoint:
+    """Write a checkpoint of ``step`` into a run directory and return it.
+
+    It is written under a hidden name, brought to the disk, and renamed: under its final name it is
+    complete. A second one of a step gets a serial. Tensors are read once, one at a time, without a
+    copy where they are dense and on the CPU; they must not change until this returns. ``on_bytes``
+    is told the number of bytes of tensors as they are written.
+
+    Raises:
+        CallError: a section's name cannot be a file's, or two differ only by case.
+        StateError: ``progress``, ``metrics`` or ``settings`` hold what cannot be stored.
+        WriteError: the disk refused; nothing is left behind.
+    """
+    check_names([section.name for section in sections])
+    file_names = _name_files(sections)
+    manifest = Manifest(
+        run_id=run_id,
+        step=step,
+        serial=0,
+        created=datetime.now(UTC),
+        why=why,
+        notes=list(notes),
+        world_size=world_size,
+        progress=_write_plain("progress", progress),
+        metrics=_write_plain("metrics", _take_numbers(metrics)),
+        settings=_write_plain("settings", settings),
+        versions=dict(versions),
+        sections={},
+    )
+    run_directory.make_run_directory(run)
+    serial = run_directory.next_serial(run, step)
+    final = run / run_directory.folder_name(step, serial)
+    with run_directory.temporary_folder(run, final.name) as folder:
+        written = {}
+        for section in sections:
+            parts = {
+                name: _write_part(folder / file_names[section.name, name], part, on_bytes)
+                for name, part in section.parts.items()
+            }
+            written[section.name] = SectionManifest(
+                kind=section.kind,
+                plugin=section.plugin,
+                distribution=section.distribution,
+                distribution_version=section.distribution_version,
+                parts=parts,
+            )
+        manifest = attrs.evolve(manifest, serial=serial, sections=written)
+        sealed = manifest.seal()
+        files.write_file(folder / NAME, [sealed])
+        files.sync_folder(folder)
+        files.rename_folder(folder, final)
+        files.sync_folder(run)
+    return Checkpoint(final, manifest, sealed[-SEAL:])
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names of sections that cannot be names of files everywhere.
+
+    Raises:
+        CallError: another letter than letters, digits, ``_ . - :``, or equal but for case.
+    """
+    problems: list[HookbusError] = [
+        CallError(f"section {name!r}: letters, digits, _ . - : only, and the first no . - or :")
+        for name in names
+        if not _SECTION.fullmatch(name)
+    ]
+    folded = Counter(name.lower() for name in names)
+    for lower in (lower for lower, count in folded.items() if count > 1):
+        same = [name for name in names if name.lower() == lower]
+        problems.append(
+            CallError(
+                f"sections {' and '.join(map(repr, same))} are equal but for case; rename one"
+            )
+        )
+    raise_all("sections cannot be named so", problems)
+
+
+def _name_files(sections: Sequence[Section]) -> dict[tuple[str, str | None], str]:
+    named: dict[tuple[str, str | None], str] = {}
+    taken: dict[str, str] = {}
+    for section in sections:
+        for part in section.parts:
+            who = section.name if part is None else f"{section.name}.{part}"
+            check_names([who])
+            lower = who.lower()
+            if lower in taken:
+                raise CallError(
+                    f"{taken[lower]!r} and {who!r} are one file; rename a part or section"
+                )
+            taken[lower] = who
+            named[section.name, part] = who.replace(":", "+") + ".safetensors"
+    return named
+
+
+def _write_part(path: Path, part: Part, on_bytes: Callable[[int], None] | None) -> PartInfo:
+    tensors = part.flat.tensors
+    infos = [describe(name, tensors[name]) for name in order_names(tensors.items())]
+    if not infos:
+        return PartInfo(part.version, part.flat.tree, None, {})
+    header, hashes = make_header(infos), {}
+
+    def list_pieces() -> Iterator[files.Piece]:
+        yield header
+        for info in infos:
+            digest = xxhash.xxh3_128()
+            for piece in split_bytes(take_bytes(tensors[info.name])):
+                digest.update(piece)
+                yield piece
+                if on_bytes is not None:
+                    on_bytes(len(piece))
+            hashes[info.name] = digest.hexdigest()
+
+    size = files.write_file(path, list_pieces())
+    file = FileInfo(path.name, size, xxhash.xxh3_128_hexdigest(header))
+    stored = {info.name: attrs.evolve(info, hash=hashes[info.name]) for info in infos}
+    return PartInfo(part.version, part.flat.tree, file, stored)
+
+
+def _write_plain(what: str, values: Mapping[str, Any]) -> Any:
+    try:
+        flat = flatten(dict(values))
+    except StateError as error:
+        raise StateError(f"{what}: {error}") from error
+    if flat.tensors:
+        raise StateError(f"{what}: {', '.join(flat.tensors)}: tensors belong into a section")
+    return flat.tree
+
+
+def _take_numbers(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Take a tensor or numpy value of no dimension by value."""
+    taken = {
+        name: value.item() if getattr(value, "ndim", None) == 0 else value
+        for name, value in metrics.items()
+    }
+    if wrong := {n: type(v).__name__ for n, v in taken.items() if not isinstance(v, int | float)}:
+        listed = ", ".join(f"{name!r} is a {kind}" for name, kind in wrong.items())
+        raise StateError(f"metrics are numbers: {listed}")
+    return taken

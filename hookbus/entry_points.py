@@ -1,0 +1,77 @@
+"""Plugins that come with installed distributions, each loaded, or failing, alone and by name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+
+import attrs
+
+from hookbus.errors import RegistrationError
+
+GROUP = "hookbus"
+OWN_DISTRIBUTION = "hookbus"
+
+
+@attrs.frozen(eq=False)
+class Failed:
+    """A plugin that could not be loaded: its name, who wrote it, and why."""
+
+    name: str
+    distribution: str
+    version: str
+    exception: Exception
+
+
+@attrs.frozen(eq=False)
+class Found:
+    """An installed entry point, not loaded yet."""
+
+    name: str
+    distribution: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint = attrs.field(repr=False)
+
+    @property
+    def built_in(self) -> bool:
+        return self.distribution == OWN_DISTRIBUTION
+
+    def load(self) -> object:
+        """Import it; a function or class is called, so that each bus has a plugin of its own."""
+        found = self.entry_point.load()
+        if found is None:
+            raise RegistrationError(f"the entry point {self.name!r} is None")
+        if inspect.isclass(found) or inspect.isroutine(found):
+            found = found()
+            if found is None:
+                raise RegistrationError(f"the entry point {self.name!r} returned None")
+        return found
+
+
+def find(group: str = GROUP) -> list[Found]:
+    """Return what is installed, the built-in ones first, then by distribution and name.
+
+    Entry points come in the order of ``sys.path``, which is luck, so they are sorted here.
+    """
+    found = []
+    for entry_point in importlib.metadata.entry_points(group=group):
+        distribution = entry_point.dist
+        owner = _normalize(distribution.name) if distribution else "unknown"
+        name = entry_point.name if owner == OWN_DISTRIBUTION else f"{owner}:{entry_point.name}"
+        version = distribution.version if distribution else ""
+        found.append(Found(name, owner, version, entry_point))
+    return sorted(found, key=lambda each: (not each.built_in, each.name))
+
+
+def list_known_names(found: Iterable[Found]) -> Iterator[str]:
+    """Yield every word that blocks something: plugin and distribution names."""
+    for each in found:
+        yield each.name
+        if not each.built_in:
+            yield each.distribution
+
+
+def _normalize(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -1,0 +1,192 @@
+"""How an event reaches the plugins: one proxy per plugin and event, and the relay in front.
+
+pluggy calls what was registered last first, and cannot reorder. So what is registered with it is
+a small proxy per plugin and event, in the sorted order. The proxy is also the place where a
+plugin's name is noted on an exception, its time is taken, and the context learns who is asking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from hookbus import hookspecs
+from hookbus.errors import CallError, OrderError
+from hookbus.ordering import Place, sort
+from hookbus.registration import EVENTS, Registered, check_event
+from hookbus.resume import Resume
+from hookbus.save import Save
+
+if TYPE_CHECKING:
+    from hookbus.plugins import Plugins
+
+
+class Relay:
+    """Fires events by name: ``bus.hook.restore_model(resume=resume)``.
+
+    Arguments are checked in both directions, and the restore events are kept in their order. A
+    relay kept from before a later registration is stale, and firing through it is an error.
+    """
+
+    def __init__(self, fire: Callable[[str, Mapping[str, object]], Any], plugins: Plugins) -> None:
+        self._fire_event = fire
+        self._plugins = plugins
+        self._changes = plugins.changes
+
+    def __getattr__(self, event: str) -> Callable[..., Any]:
+        check_event(event)
+        return functools.partial(self._fire, event)
+
+    def __dir__(self) -> list[str]:
+        return list(EVENTS)
+
+    def _fire(self, event: str, /, *args: object, **arguments: object) -> Any:
+        if args:
+            raise CallError(f"{event} takes its arguments by name: {_show(event)}")
+        missing = [name for name in EVENTS[event] if name not in arguments]
+        unknown = [name for name in arguments if name not in EVENTS[event]]
+        if missing or unknown:
+            raise CallError(
+                f"{event} was fired"
+                + (f" without {', '.join(map(repr, missing))}" if missing else "")
+                + (" and" if missing and unknown else "")
+                + (f" with unknown {', '.join(map(repr, unknown))}" if unknown else "")
+                + f": it is {_show(event)}"
+            )
+        if self._changes != self._plugins.changes:
+            raise OrderError(
+                f"{event}: the order is stale, plugins were registered since this relay was taken;"
+                " fire it as bus.hook." + event
+            )
+        return self._fire_event(event, arguments)
+
+
+class Switchboard:
+    """pluggy's plugin manager, kept in our order: sorted per event, lazily, once."""
+
+    def __init__(self) -> None:
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._places: dict[str, list[Place]] = {}
+        self._connected: dict[str, list[object]] = {}
+
+    def forget(self, events: tuple[str, ...]) -> None:
+        """Sort these events anew before they are fired again."""
+        for event in events:
+            self._places.pop(event, None)
+
+    def order(self, event: str, entries: list[Registered]) -> list[Place]:
+        if event not in self._places:
+            places = sort(event, [entry for entry in entries if event in entry.events])
+            for proxy in self._connected.pop(event, ()):
+                self._manager.unregister(proxy)
+            # Registered backwards, since pluggy calls the last one first.
+            proxies = [_Proxy(place.entry, event) for place in places]
+            for proxy in reversed(proxies):
+                self._manager.register(proxy)
+            self._connected[event] = list(proxies)
+            self._places[event] = places
+        return self._places[event]
+
+    def call(self, event: str, arguments: Mapping[str, object]) -> Any:
+        return getattr(self._manager.hook, event)(**arguments)
+
+    def call_one(self, entry: Registered, event: str, arguments: Mapping[str, object]) -> object:
+        """Call one plugin that came too late to be in the list that pluggy goes through."""
+        return _Proxy(entry, event).call(*arguments.values())
+
+
+class _Proxy:
+    """Stands for one plugin in one event."""
+
+    def __init__(self, entry: Registered, event: str) -> None:
+        function, options = entry.implementations[event]
+        wanted = tuple(inspect.signature(function).parameters)
+
+        def call(*values: object) -> object:
+            given = dict(zip(EVENTS[event], values, strict=True))
+            if not _takes_part(entry, event, given):
+                return None
+            with _speaking(entry, event, given):
+                answer = function(*(given[name] for name in wanted))
+            if answer is not None and isinstance(given.get("resume"), Resume):
+                given["resume"].hear(entry, event, answer)
+            return answer
+
+        self.call = call
+
+        def call_wrapper(*values: object) -> Generator[None, object, object]:
+            given = dict(zip(EVENTS[event], values, strict=True))
+            if not _takes_part(entry, event, given):
+                return (yield)
+            with _speaking(entry, event, given):
+                generator = function(*(given[name] for name in wanted))
+                next(generator)
+            try:
+                result = yield
+            except BaseException as error:
+                with _speaking(entry, event, given, unless=error):
+                    return _finish(generator, generator.throw, error)
+            with _speaking(entry, event, given):
+                return _finish(generator, generator.send, result)
+
+        proxy = call_wrapper if options["wrapper"] else call
+        # pluggy reads the arguments' names from what a function wraps.
+        proxy.__wrapped__ = getattr(hookspecs, event)  # type: ignore[attr-defined]
+        marked = hookspecs.hookimpl(wrapper=options["wrapper"])(proxy)
+        setattr(self, event, marked)
+
+
+def _finish(
+    generator: Generator[Any, Any, Any], go_on: Callable[[Any], object], value: object
+) -> object:
+    try:
+        go_on(value)
+    except StopIteration as stop:
+        return stop.value
+    generator.close()
+    raise RuntimeError("a wrapper must yield exactly once")
+
+
+def _takes_part(entry: Registered, event: str, given: Mapping[str, object]) -> bool:
+    resume = given.get("resume")
+    return not isinstance(resume, Resume) or resume.takes_part(entry, event)
+
+
+@contextlib.contextmanager
+def _speaking(
+    entry: Registered,
+    event: str,
+    given: Mapping[str, object],
+    unless: BaseException | None = None,
+) -> Iterator[None]:
+    """Tell the context who is asking, take the time, and name the plugin on what it raises."""
+    context = given.get("resume", given.get("save"))
+    contexts = [context] if isinstance(context, (Resume, Save)) else []
+    for each in contexts:
+        each.begin_call(entry)
+    start = time.perf_counter()
+    try:
+        yield
+    except BaseException as error:
+        # An exception that passes through a wrapper is not the wrapper's; the innermost is named.
+        if error is not unless and not any(" broke in " in note for note in _read_notes(error)):
+            error.add_note(f"{entry} broke in {event}: {type(error).__name__}: {error}")
+        raise
+    finally:
+        for each in contexts:
+            each.end_call(entry, event, time.perf_counter() - start)
+
+
+def _read_notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _show(event: str) -> str:
+    return f"{event}({', '.join(f'{name}=…' for name in EVENTS[event])})"

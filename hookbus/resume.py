@@ -1,0 +1,406 @@
+"""What the restore events are given: one pass through them, and how sections are read."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as AbstractSequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import attrs
+
+from hookbus.checkpoint import Checkpoint, Metadata
+from hookbus.errors import (
+    CallError,
+    HookbusError,
+    MismatchError,
+    MissingSectionError,
+    ResumeError,
+    UnclaimedSectionError,
+    raise_all,
+)
+from hookbus.logs import logger
+from hookbus.registration import Registered, describe
+from hookbus.report import Report, Status
+from hookbus.sequence import RESTORE_EVENTS, Sequence
+
+Stage = Literal["fit", "validate", "test", "predict"]
+SetUp = Callable[["Resume"], None]
+Shard = Callable[["Resume"], object]
+
+
+class Options(TypedDict, total=False):
+    """The arguments of ``bus.resume``, which are explained there."""
+
+    step: int | None
+    stage: Stage
+    only: AbstractSequence[str] | None
+    skip: AbstractSequence[str]
+    missing_ok: AbstractSequence[str]
+    init_from: str | os.PathLike[str] | None
+    init_only: AbstractSequence[str]
+    setup: SetUp | None
+    configure_sharded: Shard | None
+    verify: Literal["hashes", "sizes"]
+
+
+STAGES = ("fit", "validate", "test", "predict")
+
+# Sections of these kinds are restored by restore_model, so whoever restores them must be there.
+_MODEL_KINDS = ("datamodule", "model", "callbacks")
+
+
+def _check_words(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is None and attribute.name == "only":
+        return
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise CallError(f"{attribute.name}={value!r}: pass a tuple of names, such as ({value!r},)")
+    if not all(isinstance(word, str) for word in value):
+        raise CallError(f"{attribute.name}={value!r}: names and shell patterns only")
+
+
+def _check_choice(*choices: str) -> Callable[[object, attrs.Attribute[Any], object], None]:
+    def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value not in choices:
+            raise CallError(f"{attribute.name}={value!r}: pass one of {', '.join(choices)}")
+
+    return check
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Request:
+    """What ``bus.resume`` was asked for; the arguments are explained there."""
+
+    step: int | None = None
+    stage: Stage = attrs.field(default="fit", validator=_check_choice(*STAGES))
+    only: AbstractSequence[str] | None = attrs.field(default=None, validator=_check_words)
+    skip: AbstractSequence[str] = attrs.field(default=(), validator=_check_words)
+    missing_ok: AbstractSequence[str] = attrs.field(default=(), validator=_check_words)
+    init_from: str | os.PathLike[str] | None = None
+    init_only: AbstractSequence[str] = attrs.field(default=("model",), validator=_check_words)
+    setup: SetUp | None = None
+    configure_sharded: Shard | None = None
+    verify: Literal["hashes", "sizes"] = attrs.field(
+        default="hashes", validator=_check_choice("hashes", "sizes")
+    )
+
+    @classmethod
+    def make(cls, options: Options) -> Request:
+        names = [field.name for field in attrs.fields(cls)]
+        unknown = [name for name in options if name not in names]
+        if unknown:
+            raise CallError(
+                f"resume() has no argument {', '.join(map(repr, unknown))}; there are"
+                f" {', '.join(names)}"
+            )
+        return cls(**options)
+
+    def __attrs_post_init__(self) -> None:
+        if self.step is not None and (type(self.step) is not int or self.step < 0):
+            raise CallError(f"step={self.step!r}: pass a whole number of steps, or None")
+        if self.only is not None and self.stage == "fit":
+            raise CallError('only= is for the stages "validate", "test", "predict"; pass skip=')
+        if self.init_from is not None and (self.stage != "fit" or self.step is not None):
+            raise CallError('init_from= is for stage="fit" without step=')
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@attrs.define(eq=False)
+class Resume:
+    """One pass through the restore events, handed to each of them.
+
+    ``stage`` is ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``. ``checkpoint`` is what is
+    read from, ``None`` where nothing is; ``step`` counts the steps that are done. ``fresh`` says
+    that nothing of this run was there, which holds for a warm start too. ``components`` are the
+    live objects on the bus by name. ``report`` tells what became of each section.
+    """
+
+    run: Path
+    request: Request = attrs.field(repr=False)
+    checkpoint: Checkpoint | None
+    fresh: bool
+    components: Mapping[str, object] = attrs.field(repr=False)
+    report: Report = attrs.field(repr=False)
+    _entries: Callable[[], AbstractSequence[Registered]] = attrs.field(repr=False, alias="entries")
+    _fire: Callable[..., Any] = attrs.field(repr=False, alias="fire")
+    _may_grow: bool = attrs.field(repr=False, alias="may_grow")
+    sequence: Sequence = attrs.field(factory=Sequence, repr=False, init=False)
+    _asking: list[Registered] = attrs.field(factory=list, repr=False, init=False)
+    _problems: list[HookbusError] = attrs.field(factory=list, repr=False, init=False)
+    event: str | None = attrs.field(default=None, repr=False, init=False)
+    _read: set[str] = attrs.field(factory=set, repr=False, init=False)
+    _took: dict[str, tuple[str, float]] = attrs.field(factory=dict, repr=False, init=False)
+    answers: dict[str, list[tuple[Registered, object]]] = attrs.field(
+        factory=dict, repr=False, init=False
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.checkpoint is None:
+            self.sequence.skippable = RESTORE_EVENTS
+        elif self.stage != "fit":
+            self.sequence.skippable = ("restore_training_state",)
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("a Resume cannot be pickled or copied")
+
+    @property
+    def stage(self) -> Stage:
+        return self.request.stage
+
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None or self.fresh else self.checkpoint.step
+
+    @property
+    def set_up(self) -> bool:
+        """Whether ``on_setup`` is over, so that components have all their layers."""
+        return "on_setup" in self.sequence.fired and self.event != "on_setup"
+
+    @property
+    def name(self) -> str:
+        """The name of the plugin being called, which is its section's."""
+        return self._who().name
+
+    # -- for plugins ---------------------------------------------------------------------------
+
+    def read(self, part: str | None = None) -> Any:
+        """Load the section of the plugin being called, or one part of it, and hand it over.
+
+        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them.
+
+        Raises:
+            CorruptCheckpointError: the bytes are not those that were saved.
+        """
+        checkpoint, name = self._open_section()
+        state = checkpoint.read(name, part)
+        self._read.add(name)
+        return state
+
+    def read_into(self, tree: Any, part: str | None = None, *, partial: bool = False) -> Any:
+        """Copy the section of the plugin being called into ``tree``, in place, and return it.
+
+        Bytes go straight from the file into the tensors of ``tree``; plain values are put into
+        the dicts and lists that hold them. With ``partial`` only what both have is copied.
+
+        Raises:
+            MismatchError: names, shapes or dtypes differ; all of them are listed and nothing was
+                changed.
+            CorruptCheckpointError: the bytes are not those that were saved.
+        """
+        checkpoint, name = self._open_section()
+        tree = checkpoint.read_into(name, tree, part, partial=partial)
+        self._read.add(name)
+        return tree
+
+    def metadata(self, part: str | None = None) -> Metadata:
+        """Return names, shapes, dtypes, plain values and version of the section, without data."""
+        checkpoint, name = self._open_section()
+        return checkpoint.metadata(name, part)
+
+    def problem(self, problem: str | HookbusError) -> None:
+        """Say that the section does not fit; all problems are raised together."""
+        if isinstance(problem, str):
+            problem = MismatchError(f"{self.name}: {problem}")
+        self._problems.append(problem)
+
+    def note(self, text: str) -> None:
+        """Put a line about the plugin being called into the report."""
+        self.report.note(text, self.name)
+
+    # -- for scripts ---------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Fire ``on_setup``."""
+        self.advance("on_setup")
+
+    def restore_model(self) -> None:
+        """Fire ``restore_model``, unless it has to wait until the model is sharded."""
+        if self.checkpoint is None:
+            return
+        if "on_setup" not in self.sequence.fired:
+            self.advance("on_setup")
+        if not self.sequence.behind:
+            self.advance("restore_model")
+
+    def configure_sharded(self, function: Shard | None = None) -> None:
+        """Fire ``pre_configure_sharded`` and ``configure_sharded``, and what waited for them.
+
+        ``function(resume)`` wraps or shards the model; what it returns takes the model's place.
+        """
+        if function is not None:
+            if self.request.configure_sharded is not None:
+                raise CallError("configure_sharded was given twice; leave one of them out")
+            self.request = attrs.evolve(self.request, configure_sharded=function)
+        self.advance("configure_sharded")
+        if self.sequence.behind and self.checkpoint is not None:
+            self.advance("restore_model")
+
+    def restore_training_state(self) -> None:
+        """Fire ``restore_training_state``."""
+        if "restore_training_state" not in self.sequence.skippable:
+            self.advance("restore_training_state")
+
+    def advance(self, event: str) -> None:
+        """Fire everything up to ``event``: what the script left out, then the event itself."""
+        while True:
+            left = self.sequence.list_left()
+            due = next((each for each in left if each not in self.sequence.skippable), event)
+            due = due if event in left else event  # out of turn, and the sequence says so
+            arguments = {"stage": self.stage} if due == "on_setup" else {}
+            self._fire(due, resume=self, **arguments)
+            if due == event:
+                return
+
+    # -- for the bus ---------------------------------------------------------------------------
+
+    def takes_part(self, entry: Registered, event: str) -> bool:
+        """Whether ``entry`` is called in an event that restores something."""
+        if self.checkpoint is None:
+            return event not in (*RESTORE_EVENTS, "check_state")
+        if self.stage != "fit" and "restore_model" not in entry.events:
+            return event not in (*RESTORE_EVENTS, "check_state")
+        if event == "check_state" and entry.name in self._read:
+            return False
+        if event not in (*RESTORE_EVENTS, "check_state") or not entry.has_section:
+            return True
+        return self._judge(entry.name) == "restored"
+
+    def collect_problems(self, *, last: bool) -> None:
+        """Note sections and plugins that do not find each other; ``last``: nobody else comes."""
+        assert self.checkpoint is not None
+        entries = {entry.name: entry for entry in self._entries() if entry.has_section}
+        for name, entry in entries.items():
+            concerned = self.stage == "fit" or "restore_model" in entry.events
+            if (
+                concerned
+                and self._judge(name) == "missing"
+                and not matches(name, self.request.missing_ok)
+            ):
+                self._problems.append(self._describe_missing(entry))
+        if self.stage != "fit" or self._is_warm_start:
+            return
+        for name, section in self.checkpoint.sections.items():
+            due = last or (section.kind in _MODEL_KINDS and self.set_up)
+            if due and name not in entries and not matches(name, self.request.skip):
+                who = describe(section.plugin, section.distribution, section.distribution_version)
+                self._problems.append(
+                    UnclaimedSectionError(
+                        f"the checkpoint has a section {name!r}, written by {who}, and nobody on"
+                        f" the bus restores it; attach it, or pass skip=({name!r},)"
+                    )
+                )
+
+    def list_wanted(self) -> list[str]:
+        """Return the sections that this resume may read, which are verified first."""
+        assert self.checkpoint is not None
+        here = {entry.name for entry in self._entries()}
+        everything = self._may_grow or self.stage == "fit"
+        return [
+            name
+            for name in self.checkpoint.sections
+            if self._judge(name) == "restored" and (everything or name in here)
+        ]
+
+    def check_patterns(self) -> None:
+        """Raise for `only` and `init_only` that match nothing; note it for the others."""
+        assert self.checkpoint is not None
+        names = {*self.checkpoint.sections, *(entry.name for entry in self._entries())}
+        strict = (
+            {"init_only": self.request.init_only}
+            if self._is_warm_start
+            else {"only": self.request.only or ()}
+        )
+        lenient = {"skip": self.request.skip, "missing_ok": self.request.missing_ok}
+        for argument, patterns in (strict | lenient).items():
+            for pattern in patterns:
+                if any(matches(name, (pattern,)) for name in names):
+                    continue
+                text = f"{argument}=({pattern!r},) matches none of {', '.join(sorted(names))}"
+                if argument in strict:
+                    raise CallError(text)
+                self.report.note(text)
+
+    def raise_problems(self, when: str) -> None:
+        problems, self._problems = self._problems, []
+        raise_all(f"{len(problems)} problems {when}, and nothing was changed", problems)
+
+    def begin_call(self, entry: Registered) -> None:
+        self._asking.append(entry)
+
+    def end_call(self, entry: Registered, event: str, seconds: float) -> None:
+        self._asking.pop()
+        if entry.name in self._read and entry.name not in self._took:
+            self._took[entry.name] = (event, seconds)
+
+    def hear(self, entry: Registered, event: str, answer: object) -> None:
+        """Keep who answered what, which pluggy's list of results does not tell."""
+        self.answers.setdefault(event, []).append((entry, answer))
+
+    def complete_report(self) -> None:
+        """Say what became of each section of the checkpoint and of each plugin that saves."""
+        entries = {entry.name: entry for entry in self._entries() if entry.has_section}
+        for name, entry in entries.items():
+            status = self._judge(name)
+            if status == "restored" and name not in self._read:
+                status = "fresh"
+                logger.warning("%s has a section and did not read it", entry)
+            self.report.add(
+                name, entry.kind or "", type(entry.plugin).__qualname__, entry.distribution, status
+            )
+            if name in self._took and self.checkpoint is not None:
+                event, seconds = self._took[name]
+                size = self.checkpoint.sections[name].bytes
+                self.report.set_status(name, status, event=event, seconds=seconds, bytes=size)
+        for name, section in self.checkpoint.sections.items() if self.checkpoint else ():
+            if name not in entries:
+                status = "skipped" if matches(name, self.request.skip) else "unclaimed"
+                self.report.add(name, section.kind, section.plugin, section.distribution, status)
+
+    @property
+    def grown_up(self) -> bool:
+        """Whether every component that will ever come must be there by now."""
+        return not self._may_grow or "configure_sharded" in self.sequence.fired
+
+    @property
+    def _is_warm_start(self) -> bool:
+        return self.fresh and self.checkpoint is not None
+
+    def _judge(self, name: str) -> Status:
+        """Return what becomes of a section: restored, skipped, missing, fresh or empty."""
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            return "fresh"
+        if self._is_warm_start and not matches(name, self.request.init_only):
+            return "fresh"
+        if self.request.only is not None and not matches(name, self.request.only):
+            return "fresh"
+        if matches(name, self.request.skip):
+            return "skipped"
+        if name not in checkpoint.sections:
+            return "missing"
+        return "empty" if checkpoint.sections[name].empty else "restored"
+
+    def _describe_missing(self, entry: Registered) -> HookbusError:
+        assert self.checkpoint is not None
+        return MissingSectionError(
+            f"{entry} is on the bus and {self.checkpoint.path} has no section {entry.name!r};"
+            f" pass missing_ok=({entry.name!r},) to start it fresh"
+        )
+
+    def _who(self) -> Registered:
+        if not self._asking:
+            raise CallError("a section is read by a plugin, inside an event")
+        return self._asking[-1]
+
+    def _open_section(self) -> tuple[Checkpoint, str]:
+        who = self._who()
+        if self.checkpoint is None or self.sequence.ended:
+            raise ResumeError(f"{who}: there is no checkpoint to read from")
+        if self._judge(who.name) != "restored":
+            raise ResumeError(f"{who}: its section is {self._judge(who.name)} in this resume")
+        return self.checkpoint, who.name

@@ -1,0 +1,165 @@
+"""What the bus does around each restore event: verify, check, call, put in place, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from hookbus.checkpoint import Checkpoint
+from hookbus.errors import CallError
+from hookbus.logs import logger
+from hookbus.plugins import Plugins
+from hookbus.resume import Resume
+from hookbus.saver import LEFT_NOTE
+from hookbus.sequence import RESTORE_EVENTS
+from hookbus.settings import list_changes, read_settings, read_versions
+
+Watch = Callable[..., AbstractContextManager[Callable[[int], None]]]
+
+
+def fire(
+    event: str, resume: Resume, arguments: Mapping[str, object], plugins: Plugins, watch: Watch
+) -> Any:
+    """Fire one restore event in its turn.
+
+    Problems found before it are raised together, before the first change; if anything is raised,
+    this resume is over.
+    """
+    resume.sequence.begin(event)
+    started = time.perf_counter()
+    resume.event = event
+    try:
+        _get_ready(event, resume, plugins, watch)
+        result = plugins.call(event, arguments)
+        _follow_up(event, resume, plugins)
+        resume.raise_problems(f"in {event}")
+    except BaseException:
+        abandon(resume, event)
+        raise
+    finally:
+        resume.event = None
+        resume.report.time(event, time.perf_counter() - started)
+    return result
+
+
+def abandon(resume: Resume, where: str) -> None:
+    """Let go of the checkpoint; no event of this resume can be fired any more."""
+    resume.sequence.broken = resume.sequence.broken or where
+    if resume.checkpoint is not None:
+        resume.checkpoint.close()
+
+
+def describe_start(resume: Resume) -> str:
+    """Return the one line that says where the run goes on."""
+    if resume.checkpoint is None:
+        return f"{resume.run} holds no checkpoint yet: a fresh start"
+    if resume.fresh:
+        return f"{resume.run} holds no checkpoint yet: a warm start from {resume.checkpoint.path}"
+    if resume.stage != "fit":
+        return f"{resume.stage} with step {resume.step} of {resume.run}"
+    progress = resume.checkpoint.progress
+    where = [f"{word} {progress[word]}" for word in ("epoch", "batch") if word in progress]
+    return f"{resume.run} goes on after step {resume.step}" + "".join(f", {w}" for w in where)
+
+
+def _get_ready(event: str, resume: Resume, plugins: Plugins, watch: Watch) -> None:
+    if resume.checkpoint is None:
+        return
+    if event == "resume_start":
+        _verify(resume, resume.checkpoint, watch)
+    elif event in RESTORE_EVENTS and event not in resume.sequence.skippable:
+        last = event == "restore_training_state" or resume.grown_up
+        _check(resume, plugins, last=last)
+
+
+def _follow_up(event: str, resume: Resume, plugins: Plugins) -> None:
+    match event:
+        case "resume_start" if resume.checkpoint is not None:
+            if resume.grown_up:
+                resume.check_patterns()
+            _check(resume, plugins, last=resume.grown_up)
+            _note_changes(resume, resume.checkpoint)
+        case "on_setup":
+            _set_up(resume, plugins)
+        case "configure_sharded":
+            _put_in_place(resume, plugins)
+        case "resume_end":
+            resume.complete_report()
+
+
+def _verify(resume: Resume, checkpoint: Checkpoint, watch: Watch) -> None:
+    wanted = resume.list_wanted()
+    if resume.request.verify == "sizes":
+        checkpoint.verify(wanted, hashes=False)
+        return
+    total = sum(checkpoint.sections[name].bytes for name in wanted)
+    with watch("verifying", checkpoint.path, checkpoint.step, total) as on_bytes:
+        checkpoint.verify(wanted, on_bytes=on_bytes)
+
+
+def _check(resume: Resume, plugins: Plugins, *, last: bool) -> None:
+    resume.collect_problems(last=last)
+    plugins.call("check_state", {"resume": resume})
+    resume.raise_problems("were found")
+
+
+def _set_up(resume: Resume, plugins: Plugins) -> None:
+    if resume.request.setup is not None:
+        there = list(plugins.entries)
+        resume.request.setup(resume)
+        arguments = {"resume": resume, "stage": resume.stage}
+        for entry in [each for each in plugins.entries if each not in there]:
+            if "on_setup" in entry.events:
+                plugins.call_one(entry, "on_setup", arguments)
+    if resume.checkpoint is not None:
+        plugins.call("restore_before_configure_sharded", {"resume": resume})
+        answers = resume.answers.get("restore_before_configure_sharded", [])
+        resume.report.sharded_first = [entry.name for entry, answer in answers if answer is False]
+        resume.sequence.behind = bool(resume.report.sharded_first)
+
+
+def _put_in_place(resume: Resume, plugins: Plugins) -> None:
+    """Let what `configure_sharded` returned take the models' places."""
+    answers = [(str(entry), what) for entry, what in resume.answers.get("configure_sharded", [])]
+    if resume.request.configure_sharded is not None:
+        what = resume.request.configure_sharded(resume)
+        if what is not None:
+            answers.append(("the function configure_sharded=", what))
+    if len(answers) > 1:
+        who = " and ".join(who for who, _ in answers)
+        raise CallError(f"{who} both answered configure_sharded; one of them shards the model")
+    models = {entry.name: entry for entry in plugins.entries if entry.kind == "model"}
+    for who, what in answers:
+        if not isinstance(what, Mapping):
+            if len(models) != 1:
+                raise CallError(
+                    f"{who} returned a {type(what).__qualname__} and there are {len(models)}"
+                    " models; return a dict of name to object"
+                )
+            what = {next(iter(models)): what}
+        unknown = [name for name in what if name not in models]
+        if unknown:
+            raise CallError(
+                f"{who} returned {', '.join(map(repr, unknown))}, which is no attached model;"
+                f" there are {', '.join(models) or 'none'}"
+            )
+        for name, component in what.items():
+            plugins.components[name] = component
+            models[name].plugin.component = component  # type: ignore[attr-defined]
+
+
+def _note_changes(resume: Resume, checkpoint: Checkpoint) -> None:
+    if LEFT_NOTE in checkpoint.notes:
+        text = f"{checkpoint.path}: {LEFT_NOTE}; what stands after it in the body is not run again"
+        resume.report.note(text)
+        logger.warning(text)
+    if resume.stage != "fit" or resume.fresh:
+        return
+    changes = list_changes(checkpoint.settings, read_settings())
+    changes += list_changes(checkpoint.versions, read_versions())
+    if changes:
+        text = f"not bit for bit: {', '.join(changes)}"
+        resume.report.note(text)
+        logger.warning("%s goes on, but %s", resume.run, text)

@@ -1,0 +1,183 @@
+"""When a save is allowed, asked for and written."""
+
+from __future__ import annotations
+
+import numbers
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import attrs
+
+from hookbus.checkpoint import Checkpoint, write_checkpoint
+from hookbus.errors import CallError, SaveError, raise_all
+from hookbus.logs import logger
+from hookbus.registration import Registered
+from hookbus.save import Save
+from hookbus.settings import read_settings, read_versions
+
+LEFT_NOTE = "the last batch was left before its body had ended"
+
+
+@runtime_checkable
+class Pace(Protocol):
+    """What the bus asks of the loop that it keeps pace with."""
+
+    metrics: dict[str, Any]
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def running(self) -> bool:
+        """Whether the script is inside ``epochs()`` or ``steps()``."""
+
+    @property
+    def position(self) -> Mapping[str, Any]:
+        """Epoch, batch, step and whatever else counts, as plain values."""
+
+    @property
+    def left(self) -> bool:
+        """Whether a batch was left before its body had ended."""
+
+    def bind(self, bus: Any) -> None:
+        """Learn which bus it is on."""
+
+
+@attrs.define(eq=False)
+class Saver:
+    """Writes the checkpoints of one run."""
+
+    run: Path
+    run_id: str
+    last: Checkpoint | None
+    entries: Callable[[], Sequence[Registered]]
+    components: Mapping[str, object]
+    fire: Callable[..., Any]
+    watch: Callable[..., Any]
+    pace: Pace | None = None
+    asked: dict[str, Any] | None = attrs.field(default=None, init=False)
+    _saved_position: Mapping[str, Any] | None = attrs.field(default=None, init=False)
+    _process: int = attrs.field(factory=os.getpid, init=False)
+    _thread: int = attrs.field(factory=threading.get_ident, init=False)
+    _handled: BaseException | None = attrs.field(factory=sys.exception, init=False)
+
+    def note_position(self) -> None:
+        """Remember that nothing has been counted since the save or resume that ends here."""
+        self._saved_position = dict(self.pace.position) if self.pace else None
+
+    def check_moment(self) -> None:
+        """Refuse a save at a moment at which the state may not be whole.
+
+        Raises:
+            SaveError: in a forked child, another thread, or while an exception is handled.
+        """
+        if os.getpid() != self._process:
+            raise SaveError(
+                f"this process was forked from {self._process}, which saves; save there only"
+            )
+        if threading.get_ident() != self._thread:
+            raise SaveError("save() was called from another thread than resume(); call it there")
+        handled = sys.exception()
+        if handled is not None and handled is not self._handled:
+            raise SaveError(
+                f"save() was called while {type(handled).__name__} is being handled, so the batch"
+                " in hand may be half done; the last checkpoint is whole"
+            )
+
+    def save(self, step: int | None, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
+        self.check_moment()
+        cleaned = _clean_metrics(metrics)
+        if self.pace is None:
+            return self.write(self._check_step(step), cleaned, "asked")
+        if step is not None:
+            raise CallError("step= is for scripts without a loop; the loop counts its own")
+        self.fire("check_attached", components=self.components)
+        if self.pace.running:
+            self.asked = cleaned
+            return None
+        nothing_new = self._saved_position == self.pace.position and not cleaned
+        if nothing_new and not self.pace.metrics and self.last is not None:
+            return self.last
+        return self.write(self.pace.step, cleaned, "asked")
+
+    def write_asked(self) -> None:
+        """Write the save that was asked for, if any: the state is whole now."""
+        if self.asked is not None and self.pace is not None:
+            asked, self.asked = self.asked, None
+            self.write(self.pace.step, asked, "asked")
+
+    def write(self, step: int, metrics: Mapping[str, float], why: str) -> Checkpoint:
+        """Collect every plugin's state and commit a checkpoint.
+
+        Streams are noted before the first plugin is asked and put back at the end, so that a
+        plugin which draws while it saves changes neither the checkpoint nor the run.
+        """
+        pace = self.pace
+        if pace is not None:
+            metrics = {**_clean_metrics(pace.metrics), **metrics}
+        save = Save(step, metrics, self.components)
+        self.fire("note_streams", slot="now")
+        self.fire("save_start", save=save)
+        self.fire("save_state", save=save)
+        sections = save.collect_sections(self.entries())
+        left = pace is not None and pace.left
+        if left:
+            logger.warning(
+                "step %d is saved as things stand: %s; what stands after it in the body is not run"
+                " again after a resume",
+                step,
+                LEFT_NOTE,
+            )
+        total = sum(part.flat.bytes for each in sections for part in each.parts.values())
+        with self.watch("writing", self.run, step, total) as on_bytes:
+            checkpoint = write_checkpoint(
+                self.run,
+                run_id=self.run_id,
+                step=step,
+                sections=sections,
+                progress=pace.position if pace else {},
+                metrics=metrics,
+                settings=read_settings(),
+                versions=read_versions(),
+                why=why,
+                notes=[LEFT_NOTE] if left else [],
+                on_bytes=on_bytes,
+            )
+        self.last = checkpoint
+        if pace is not None:
+            pace.metrics.clear()
+        self.note_position()
+        self.fire("put_streams", slot="now")
+        logger.info("step %d is committed: %s", step, checkpoint.path)
+        self.fire("save_end", checkpoint=checkpoint)
+        return checkpoint
+
+    def _check_step(self, step: int | None) -> int:
+        if step is None:
+            raise CallError("there is no loop on the bus that counts; pass save(step=…)")
+        if isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
+            raise CallError(f"step={step!r}: pass a whole number of steps")
+        if self.last is not None and step < self.last.step:
+            raise CallError(f"step={step} is below the newest checkpoint's, {self.last.step}")
+        return int(step)
+
+
+def _clean_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as plain numbers; a tensor or array of one element is taken by value."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise CallError(f"metrics={metrics!r}: pass a dict of names and numbers")
+    cleaned, problems = {}, []
+    for name, value in metrics.items():
+        number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) else value
+        if isinstance(name, str) and isinstance(number, (int, float)):
+            cleaned[name] = number if type(number) in (int, float) else float(number)
+        else:
+            problems.append(CallError(f"metrics[{name!r}]: {type(value).__name__} is no number"))
+    raise_all("metrics cannot be saved", problems)
+    return cleaned

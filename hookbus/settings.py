@@ -1,0 +1,46 @@
+"""The settings of the process whose change changes the bits of a run."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+
+import torch
+
+_PACKAGES = ("hookbus", "numpy", "torch")
+
+
+def read_settings() -> dict[str, object]:
+    """Return threads, devices, and the switches of determinism and precision, as plain values."""
+    settings: dict[str, object] = {
+        "threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "machine": platform.machine(),
+        "cpu capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    if torch.cuda.is_available():
+        settings |= {
+            "device": torch.cuda.get_device_name(),
+            "cudnn.benchmark": torch.backends.cudnn.benchmark,
+            "cudnn.deterministic": torch.backends.cudnn.deterministic,
+            "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        }
+    return settings
+
+
+def read_versions() -> dict[str, str]:
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), **versions}
+
+
+def list_changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """Return what differs, such as ``threads 2 → 1``."""
+    return [
+        f"{name} {saved.get(name)} → {now.get(name)}"
+        for name in {**saved, **now}
+        if saved.get(name) != now.get(name)
+    ]
