@@ -100,10 +100,13 @@ class Draws:
 
 
 class Gate:
-    """Stands in a loader for its index sampler while an iterator is made."""
+    """Stands in a loader for its index sampler while an iterator is made.
+
+    It does not hold the loader: persistent workers keep the gate, and a cycle would leave them to
+    the garbage collector, which breaks their queues before they are told to end.
+    """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
         # `sampler` drives the loader where batching is off.
         self._key = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self._base: Iterable[Any] = getattr(loader, self._key)
@@ -122,31 +125,31 @@ class Gate:
         return len(self._base)  # type: ignore[arg-type]
 
     def iterate(
-        self, skip: int = 0, ahead: int = 0, watch: Watch | None = None
+        self, loader: DataLoader[Any], skip: int = 0, ahead: int = 0, watch: Watch | None = None
     ) -> tuple[Iterator[Any], Draws]:
         """Make the loader's iterator; ``skip`` batches are drawn and never loaded."""
         self._skip, self._ahead, self._watch, self.draws = skip, ahead, watch, None
-        with self._put_in():
-            iterator = iter(self._loader)
+        with self._put_in(loader):
+            iterator = iter(loader)
         self._skip, self._ahead, self._watch = 0, 0, None
         draws: Draws | None = self.draws
         assert draws is not None, "the loader did not ask its index sampler"
         draws.open()
         return iterator, draws
 
-    def start_workers(self) -> None:
+    def start_workers(self, loader: DataLoader[Any]) -> None:
         """Bring persistent workers up without loading a sample."""
         self._empty = True
         try:
-            with self._put_in():
-                iter(self._loader)
+            with self._put_in(loader):
+                iter(loader)
         finally:
             self._empty = False
 
     @contextlib.contextmanager
-    def _put_in(self) -> Iterator[None]:
+    def _put_in(self, loader: DataLoader[Any]) -> Iterator[None]:
         # DataLoader refuses to have these set, and reads them from its __dict__.
-        attributes = self._loader.__dict__
+        attributes = loader.__dict__
         attributes[self._key] = self
         running = attributes.get("_iterator")
         if running is not None and running._index_sampler is not self:

@@ -14,33 +14,29 @@ from torch.optim import Optimizer
 logger = logging.getLogger("hookbus")
 
 
-@attrs.frozen(eq=False)
-class _Seen:
-    """One gradient as its optimizer's last step left it.
-
-    ``kept`` says that the script does not set it to ``None`` between steps, so its value goes on
-    mattering; ``stands_in`` that it is made of zeros because its value was not saved.
-    """
-
-    # Not an id: a new gradient often gets the address of the old one.
-    refer: Callable[[], torch.Tensor | None]
-    version: int
-    kept: bool
-    stands_in: bool = False
-
-
 @attrs.define(eq=False)
 class Gradients:
     """The gradients of one optimizer's parameters.
 
-    A gradient is waiting if it was written since the optimizer's last step. ``void`` says that
-    the last step did nothing, because a gradient scaler had found an overflow.
+    A gradient is waiting if it was written since the optimizer's last step, and kept if the
+    script may not clear it before the next one; otherwise it is spent, and only that it exists
+    still matters. ``void`` says that the last step did nothing, because a gradient scaler had
+    found an overflow.
     """
 
     optimizer: Optimizer
     void: bool = attrs.field(default=False, init=False)
-    _stepped: bool = attrs.field(default=False, init=False)
-    _seen: dict[torch.Tensor, _Seen] = attrs.field(factory=dict, init=False)
+    # By the id of the parameter, as the last step left it. A weak reference, and not the id of
+    # the gradient: a new one often gets the address of the old one.
+    _seen: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = attrs.field(
+        factory=dict, init=False
+    )
+    # Parameters whose gradient was the same tensor in the last two steps, ...
+    _same: set[int] = attrs.field(factory=set, init=False)
+    # ... was ever set to None or replaced between two steps, ...
+    _cleared: set[int] = attrs.field(factory=set, init=False)
+    # ... and is made of zeros since the resume, because its value was not saved.
+    _zeros: set[int] = attrs.field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.optimizer.register_step_post_hook(self._note_step)
@@ -56,7 +52,7 @@ class Gradients:
             if self._is_waiting(parameter, gradient):
                 saved["waiting"][name] = gradient
             # Dense zeros could not stand in for a sparse gradient.
-            elif self._seen[parameter].kept or gradient.layout is not torch.strided:
+            elif self._is_kept(parameter) or gradient.layout is not torch.strided:
                 saved["kept"][name] = gradient
             else:
                 saved["spent"][name] = None
@@ -69,19 +65,20 @@ class Gradients:
 
         ``saved`` is what `collect` returned, its tensors are used as they are.
         """
-        self._stepped, self._seen = True, {}
+        self._seen, self._same, self._cleared, self._zeros = {}, set(), set(), set()
         for name, parameter in parameters.items():
             value = saved["waiting"].get(name, saved["kept"].get(name))
-            stands_in = False
             if value is not None:
                 parameter.grad = value.to(parameter.device)
             elif name not in saved["spent"]:
                 parameter.grad = None
             elif parameter.grad is None:  # else it has the value from another optimizer's section
-                parameter.grad, stands_in = torch.zeros_like(parameter), True
+                parameter.grad = torch.zeros_like(parameter)
+                self._zeros.add(id(parameter))
+            if name in saved["spent"]:
+                self._cleared.add(id(parameter))
             if parameter.grad is not None and name not in saved["waiting"]:
-                kept = name in saved["kept"]
-                self._seen[parameter] = _see(parameter.grad, kept=kept, stands_in=stands_in)
+                self._seen[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version
 
     def _list(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for group in self.optimizer.param_groups:
@@ -90,8 +87,11 @@ class Gradients:
                     yield parameter, gradient
 
     def _is_waiting(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        seen = self._seen.get(parameter)
-        return seen is None or seen.refer() is not gradient or seen.version != gradient._version
+        refer, version = self._seen.get(id(parameter), (lambda: None, 0))
+        return refer() is not gradient or version != gradient._version
+
+    def _is_kept(self, parameter: torch.Tensor) -> bool:
+        return id(parameter) in self._same or id(parameter) not in self._cleared
 
     def _note_step(self, optimizer: Optimizer, *_: object) -> None:
         found_inf = getattr(optimizer, "found_inf", None)
@@ -99,14 +99,14 @@ class Gradients:
         if self.void:
             return
         before, self._seen = self._seen, {}
-        inexact = 0
+        self._same = set()
         for parameter, gradient in self._list():
-            last = before.get(parameter)
-            same = last is not None and last.refer() is gradient
-            inexact += same and last is not None and last.stands_in
-            # After its first step nobody can tell what the script will do.
-            self._seen[parameter] = _see(gradient, kept=same or not self._stepped)
-        self._stepped = True
+            key = id(parameter)
+            if key in before and before[key][0]() is gradient:
+                self._same.add(key)
+            self._seen[key] = weakref.ref(gradient), gradient._version
+        self._cleared |= before.keys() - self._same
+        inexact, self._zeros = len(self._zeros & self._same), set()
         if inexact:
             logger.warning(
                 "not bit for bit: the gradients of %d parameters were not set to None after the "
@@ -114,7 +114,3 @@ class Gradients:
                 "optimizer.zero_grad() before each backward() that is not to add up",
                 inexact,
             )
-
-
-def _see(gradient: torch.Tensor, *, kept: bool, stands_in: bool = False) -> _Seen:
-    return _Seen(weakref.ref(gradient), gradient._version, kept, stands_in)

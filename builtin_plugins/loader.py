@@ -109,7 +109,7 @@ class Loader:
         self._drew_before = state["drew"]
         if state["workers"] and self._gate is not None and not _has_workers(self.component):
             with self._spying():
-                self._gate.start_workers()
+                self._gate.start_workers(self.component)
         self.put_streams("now")
 
     # -- for the loop --------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Loader:
             self._draws = None
             return iter(self.component)
         with self._spying():
-            iterator, self._draws = self._gate.iterate()
+            iterator, self._draws = self._gate.iterate(self.component)
         return iterator
 
     def iterate_from(self, position: Mapping[str, Any]) -> Iterator[Any]:
@@ -154,8 +154,9 @@ class Loader:
         batches = position["batch"]
         if self._gate is None:
             return self._replay(position)
-        replay = self._repeat.replay and not _is_persistent(self.component)
-        if self._has_drawn() and self._count_workers() and not replay:
+        drew = self._has_drawn() and self._count_workers() > 0
+        replay = drew and self._repeat.replay and not _is_persistent(self.component)
+        if drew and not replay:
             self._refuse(
                 "its persistent workers drew random numbers, which nothing can restore"
                 if _is_persistent(self.component)
@@ -165,8 +166,9 @@ class Loader:
         if self._count_workers() and not getattr(self.component, "in_order", True):
             self._refuse("in_order=False lets workers overtake each other")
         with self._spying():
-            skip, ahead = (0, 0) if replay else (batches, position["ahead"])
-            iterator, self._draws = self._gate.iterate(skip, ahead, self._watch)
+            skip = 0 if replay else batches
+            ahead = batches + position["ahead"] - skip
+            iterator, self._draws = self._gate.iterate(self.component, skip, ahead, self._watch)
         if replay:
             self._drop(iterator, batches)
         self._check_order(position)

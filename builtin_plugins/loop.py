@@ -215,6 +215,8 @@ class Loop:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+        self._bus = self._loader = None
+        self._adopted.clear()
 
     # -- one body, one epoch -------------------------------------------------------------------
 
@@ -306,7 +308,8 @@ class Loop:
     def _check_ready(self, method: str) -> None:
         if self._bus is None:
             raise LoopError(
-                f"{method}(): this loop is on no bus; add bus.attach(loop=loop) before bus.resume()"
+                f"{method}(): this loop is on no open bus; add bus.attach(loop=loop) before"
+                " bus.resume()"
             )
         if not self._bus.resumed:
             raise LoopError(f"{method}(): call bus.resume(RUN) first, also for a fresh start")
@@ -350,10 +353,14 @@ class Loop:
                 return entry.plugin
         adopted = self._adopted.get(self._call)
         if adopted is None or adopted.component is not source:
-            adopted = self._adopted[self._call] = Loader(source)
+            adopted = Loader(source)
             state = self._adopted_states.pop(self._call, None)
             if state is not None:
+                # Starting persistent workers draws, and the streams are in place already.
+                self._get_bus().hook.note_streams(slot="adopt")
                 adopted.put_state(state)
+                self._get_bus().hook.put_streams(slot="adopt")
+            self._adopted[self._call] = adopted
         return adopted
 
     def _put_streams_once(self) -> None:

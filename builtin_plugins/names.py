@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,11 +26,13 @@ _WRAPPERS = {
         "_fsdp_wrapped_module"
     ),
 }
+# These take themselves out of the names of a state_dict, and put themselves back.
+_HIDDEN = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def find_innermost(module: nn.Module) -> nn.Module:
     """Return what all wrappers around ``module`` wrap."""
-    while wrapped := _find_wrapped(type(module)):
+    while wrapped := _find_wrapped(module):
         module = module.get_submodule(wrapped)
     return module
 
@@ -39,15 +42,28 @@ def drop_wrappers(module: nn.Module, path: str) -> str:
     kept: list[str] = []
     here: nn.Module | None = module
     for part in path.split(".") if path else ():
-        while here is not None and (wrapped := _find_wrapped(type(here))):
+        while here is not None and (wrapped := _find_wrapped(here)):
             if part == wrapped or part in here._buffers:
                 break
             # A checkpoint wrapper takes itself out of the names of its parameters.
             here = here.get_submodule(wrapped)
-        if here is None or part != _find_wrapped(type(here)):
+        if here is None or part != _find_wrapped(here):
             kept.append(part)
         here = None if here is None else here._modules.get(part)
     return ".".join(kept)
+
+
+def add_wrappers(module: nn.Module, name: str) -> str:
+    """Return the key that ``name``, without wrappers, has in a ``state_dict`` of ``module``."""
+    path: list[str] = []
+    here: nn.Module | None = module
+    for part in name.split("."):
+        while here is not None and (wrapped := _find_wrapped(here)) and part not in here._buffers:
+            path += [] if wrapped in _HIDDEN else [wrapped]
+            here = here.get_submodule(wrapped)
+        path.append(part)
+        here = None if here is None else here._modules.get(part)
+    return ".".join(path)
 
 
 def drop_wrappers_of_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,6 +89,9 @@ def parameter_names(components: Mapping[str, object]) -> dict[int, str]:
 
     The component's name stands in front; an attached parameter or tensor has that name alone.
     A parameter that is found twice keeps its first name.
+
+    Raises:
+        StateError: two parameters have one name.
     """
     names: dict[int, str] = {}
     for component_name, component in components.items():
@@ -82,6 +101,11 @@ def parameter_names(components: Mapping[str, object]) -> dict[int, str]:
             for path, parameter in component.named_parameters():
                 name = f"{component_name}.{drop_wrappers(component, path)}"
                 names.setdefault(id(parameter), name)
+    if len({*names.values()}) < len(names):
+        twice = next(name for name, count in Counter(names.values()).items() if count > 1)
+        raise StateError(
+            f"two parameters are named {twice!r}; attach one of them under another name"
+        )
     return names
 
 
@@ -93,8 +117,23 @@ def rename(name: str, renamed: Mapping[str, str]) -> str:
     return name
 
 
+def list_some(words: list[str]) -> str:
+    more = f" and {len(words) - 5} more" if len(words) > 5 else ""
+    return ", ".join(words[:5]) + more
+
+
+def describe_faults(faults: list[str]) -> str:
+    places = "1 place" if len(faults) == 1 else f"{len(faults)} places"
+    return f"checkpoint and run differ in {places}: {'; '.join(faults)}"
+
+
+def _find_wrapped(module: nn.Module) -> str | None:
+    cls: Any = type(module)
+    return _look_up(cls)
+
+
 @functools.cache
-def _find_wrapped(cls: type) -> str | None:
+def _look_up(cls: Any) -> str | None:
     for base in cls.__mro__:
         if wrapped := _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}"):
             return wrapped

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-import torch
 
 import hookbus
-from builtin_plugins.names import parameter_names, rename
-from builtin_plugins.optimizer_state import OptimizerState, find_inside
+from builtin_plugins.names import describe_faults, list_some, parameter_names, rename
+from builtin_plugins.optimizer_state import OptimizerState, is_optimizer
 from hookbus.errors import UnattachedError
 
 
@@ -33,7 +32,7 @@ class Optimizer:
     strict: bool = attrs.field(default=True, kw_only=True)
     rename: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     _states: list[OptimizerState] = attrs.field(init=False)
-    _known: dict[int, str] = attrs.field(factory=dict, init=False)
+    _names: dict[int, str] = attrs.field(factory=dict, init=False)
     kind = "optimizer"
     after = ("precision",)
 
@@ -44,7 +43,7 @@ class Optimizer:
 
     @hookbus.hookimpl
     def resume_start(self, resume: hookbus.Resume) -> None:
-        self._known = self._find_names(resume.components)
+        self._names = self._find_names(resume.components)
 
     @hookbus.hookimpl
     def save_start(self, save: hookbus.Save) -> None:
@@ -52,15 +51,14 @@ class Optimizer:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        names = self._name_parameters(save.name, save.components)
-        save.write([state.collect(names) for state in self._states])
+        save.write([state.collect(self._names) for state in self._states])
 
     @hookbus.hookimpl
     def check_state(self, resume: hookbus.Resume) -> None:
         if not resume.set_up:
             return
         try:
-            names = self._name_parameters(resume.name, resume.components)
+            self._name_parameters(resume.name, resume.components)
         except UnattachedError as error:
             resume.problem(error)
             return
@@ -78,24 +76,21 @@ class Optimizer:
                 continue
             # A callback may add groups when it is restored; those are looked at after that.
             may_grow = resume.event != "restore_training_state"
-            faults = state.compare(tree, names, may_grow=may_grow)
-            text = (
-                f"{which}{len(faults)} differences between checkpoint and run: {'; '.join(faults)}"
-            )
+            faults = state.compare(tree, self._names, may_grow=may_grow)
+            text = f"{which}{describe_faults(faults)}"
             if faults and (self.strict or state.is_positional(tree)):
                 resume.problem(
                     f"{text}; to restore what fits, bus.register(builtin_plugins.Optimizer("
                     f"optimizer, strict=False), {resume.name!r}), or with rename={{…}}"
                 )
             elif faults:
-                fitting = len(state.find_fitting(tree, names))
+                fitting = len(state.find_fitting(tree, self._names))
                 resume.note(f"{text}; {fitting} parameters take their state back, others are fresh")
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
-        names = self._name_parameters(resume.name, resume.components)
         for state, tree in zip(self._states, self._read_names(resume.read()), strict=True):
-            for change in state.restore(tree, names):
+            for change in state.restore(tree, self._names):
                 resume.note(change)
 
     @hookbus.hookimpl
@@ -114,8 +109,8 @@ class Optimizer:
         ours = [id(p) for state in self._states for p in state.list_parameters()]
         return {each: names[each] for each in ours if each in names}
 
-    def _name_parameters(self, who: str, components: Mapping[str, object]) -> dict[int, str]:
-        """Return names by ``id``.
+    def _name_parameters(self, who: str, components: Mapping[str, object]) -> None:
+        """Find the names that the parameters have now.
 
         Raises:
             UnattachedError: a parameter is part of no attached component.
@@ -123,17 +118,17 @@ class Optimizer:
         names = self._find_names(components)
         ours = [p for state in self._states for p in state.list_parameters()]
         lost = [p for p in ours if id(p) not in names]
-        replaced = [self._known[id(p)] for p in lost if id(p) in self._known]
-        strange = [str(list(p.shape)) for p in lost if id(p) not in self._known]
+        replaced = [self._names[id(p)] for p in lost if id(p) in self._names]
+        strange = [str(list(p.shape)) for p in lost if id(p) not in self._names]
         faults = []
         if replaced:
             faults.append(
-                f"{_list_some(replaced)} no longer belong to the model, which has other parameters "
-                "in their place; build the optimizer after layers are replaced or sharded"
+                f"no longer part of the model are {list_some(replaced)}; build the optimizer "
+                "after layers are replaced or sharded"
             )
         if strange:
             faults.append(
-                f"parameters of shape {_list_some(strange)} belong to nothing attached; attach the "
+                f"parameters of shape {list_some(strange)} belong to nothing attached; attach the "
                 "module that holds them, bus.attach(NAME=module)"
             )
         if faults:
@@ -141,8 +136,7 @@ class Optimizer:
                 f"{who}: {len(lost)} of {len(ours)} parameters would be trained and never saved: "
                 f"{'; '.join(faults)}"
             )
-        self._known = names
-        return names
+        self._names = names
 
     def _read_names(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -165,18 +159,7 @@ class Optimizer:
         ]
 
 
-def _list_some(words: list[str]) -> str:
-    more = f" and {len(words) - 5} more" if len(words) > 5 else ""
-    return ", ".join(words[:5]) + more
-
-
-def _is_optimizer(component: Any) -> bool:
-    if isinstance(component, torch.optim.Optimizer):
-        return True
-    return not isinstance(component, type) and find_inside(component) is not None
-
-
 @hookbus.hookimpl
 def plugin_for(name: str, component: object) -> Optimizer | None:
     members = component if isinstance(component, list | tuple) else [component]
-    return Optimizer(component) if members and all(map(_is_optimizer, members)) else None
+    return Optimizer(component) if members and all(map(is_optimizer, members)) else None

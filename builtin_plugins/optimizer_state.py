@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
 from builtin_plugins.gradients import Gradients
@@ -110,7 +111,7 @@ class OptimizerState:
         if may_grow:
             were = were[: len(groups)]
         now = {
-            names[id(p)]: (i, list(p.shape))
+            names[id(p)]: (i, _get_shape(p))
             for i, each in enumerate(groups)
             for p in each["params"]
         }
@@ -121,7 +122,7 @@ class OptimizerState:
                 faults.append(f"{name} is only in the checkpoint")
             elif name not in before:
                 faults.append(f"{name} is only in the run")
-            elif before[name][1] != now[name][1]:
+            elif now[name][1] not in (before[name][1], None):
                 faults.append(f"{name} saved {before[name][1]}, run has {now[name][1]}")
             elif before[name][0] != now[name][0]:
                 faults.append(
@@ -140,7 +141,7 @@ class OptimizerState:
         """Return the parameters, by name, that the checkpoint knows with the same shape."""
         shapes = {n: shape for group in saved["groups"] for n, shape in group["parameters"].items()}
         ours = {names[id(p)]: p for p in self.list_parameters()}
-        return {name: p for name, p in ours.items() if shapes.get(name) == list(p.shape)}
+        return {n: p for n, p in ours.items() if n in shapes and _get_shape(p) in (shapes[n], None)}
 
     def restore(self, saved: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
         """Put everything that fits back, and list the options that differed.
@@ -176,28 +177,37 @@ class OptimizerState:
         )
         loaded = dict(optimizer.state)
         for name, value in state.items():
-            # torch has cast it; where it put it is right, but for what was kept on the CPU.
-            placed, kept = loaded[fitting[name]], saved["on_cpu"].get(name, ())
-            loaded[fitting[name]] = {
-                key: _place(each, None if key in kept else placed[key])
+            # torch has cast the tensors. Where it put them is right, but for those kept on the CPU.
+            parameter, kept = fitting[name], saved["on_cpu"].get(name, ())
+            placed = {**loaded.get(parameter, {}), **dict.fromkeys(kept, torch.empty(0))}
+            loaded[parameter] = {
+                key: _move(each, getattr(placed.get(key), "device", parameter.device))
                 for key, each in value.items()
             }
         states.clear()
         states.update(loaded)
         for group, original, after in zip(groups, originals, optimizer.param_groups, strict=True):
-            for key in after.keys() - set(_NOT_OPTIONS):
-                set_option(group, key, after[key], original.get(key))
+            for key, option in after.items():
+                if key not in _NOT_OPTIONS:
+                    set_option(group, key, option, original.get(key))
         optimizer.state, optimizer.param_groups = states, groups
         self.gradients.restore(saved["gradients"], fitting)
         return changes
 
 
+def is_optimizer(component: Any) -> bool:
+    """Whether a component is a torch optimizer or holds one for its own parameters."""
+    if isinstance(component, torch.optim.Optimizer):
+        return True
+    return not isinstance(component, type) and find_inside(component) is not None
+
+
 def find_inside(wrapper: Any) -> torch.optim.Optimizer | None:
     """Return the optimizer that a wrapper holds for the same parameters, if it is one."""
     for inside in getattr(wrapper, "__dict__", {}).values():
-        if isinstance(inside, torch.optim.Optimizer) and inside is not wrapper:
-            if _list_ids(inside) == _list_ids(wrapper):
-                return inside
+        is_other = isinstance(inside, torch.optim.Optimizer) and inside is not wrapper
+        if is_other and _list_ids(inside) == _list_ids(wrapper):
+            return inside  # type: ignore[no-any-return]
     return None
 
 
@@ -205,7 +215,8 @@ def set_option(group: dict[str, Any], key: str, value: Any, current: Any) -> Non
     """Set an option of a parameter group; a ``current`` tensor takes the value and stays."""
     if isinstance(current, torch.Tensor):
         with torch.no_grad():
-            group[key] = current.copy_(torch.as_tensor(value))
+            is_tensor = isinstance(value, torch.Tensor)
+            group[key] = current.copy_(value) if is_tensor else current.fill_(value)
     elif isinstance(value, torch.Tensor) and current is not None:
         group[key] = value.item()
     else:
@@ -256,8 +267,10 @@ def _list_changes(
 ) -> list[str]:
     changes = []
     for i, (original, chosen) in enumerate(zip(originals, options, strict=True)):
-        for key in original.keys() & chosen.keys():
-            if _SCHEDULED.get(key) in chosen or is_same(original[key], chosen[key]):
+        for key in chosen:
+            if key not in original or _SCHEDULED.get(key) in chosen:
+                continue
+            if is_same(original[key], chosen[key]):
                 continue
             whose = "run's" if key in _OF_THE_RUN else "saved one"
             changes.append(
@@ -274,12 +287,17 @@ def is_same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _place(saved: Any, placed: Any) -> Any:
-    """Return ``saved`` with its tensors where those of ``placed`` are, bits and strides unchanged."""
-    if isinstance(saved, torch.Tensor):
-        return saved.to(placed.device) if isinstance(placed, torch.Tensor) else saved
-    if type(saved) is dict:
-        return {key: _place(value, placed[key]) for key, value in saved.items()}
-    if type(saved) in (list, tuple):
-        return type(saved)(map(_place, saved, placed))
-    return saved
+def _move(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with its tensors on ``device``, bits, dtypes and strides unchanged."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _move(member, device) for key, member in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_move(member, device) for member in value)
+    return value
+
+
+def _get_shape(parameter: torch.Tensor) -> list[int] | None:
+    """Return the shape, which a lazy layer's parameter gets when the weights come back."""
+    return None if is_lazy(parameter) else list(parameter.shape)

@@ -35,7 +35,7 @@ class Progress:
     def transfer(self, transfer: hookbus.Transfer) -> None:
         if transfer.total < SHOWN_FROM or sys.stderr is None or not sys.stderr.isatty():
             return
-        if transfer.done < transfer.total and not transfer.failed:
+        if not transfer.ended:
             if transfer is not self._transfer:
                 self._clear_bar()
                 self._start_bar(transfer)

@@ -13,7 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 import hookbus
-from builtin_plugins.optimizer_state import find_inside, is_same, set_option
+from builtin_plugins.optimizer_state import find_inside, is_optimizer, is_same, set_option
 from hookbus.errors import UnattachedError
 
 # What schedulers keep in the parameter groups, so that one works with a fresh optimizer too.
@@ -21,7 +21,7 @@ _IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", 
 # Arguments whose attributes change from step to step, or are schedulers themselves.
 _NOT_SETTINGS = ("last_epoch", "lr_lambda", "schedulers")
 _METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
-_SAVES_A_SEARCH = 10
+_SAVES_A_SEARCH = 50
 
 _saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
@@ -94,6 +94,11 @@ def _unwrap(scheduler: Any) -> Any:
     return _unwrap(getattr(scheduler, "scheduler", None))
 
 
+def _is_ours(component: Any) -> bool:
+    members = _list_members(component)
+    return bool(members) and all(_unwrap(each) is not None for each in members)
+
+
 def _list_inside(scheduler: Any) -> list[LRScheduler]:
     return list(getattr(scheduler, "_schedulers", ()))
 
@@ -128,9 +133,7 @@ def _list_changes(scheduler: LRScheduler, saved: Mapping[str, Any]) -> Iterator[
 
 @hookbus.hookimpl
 def plugin_for(name: str, component: object) -> Scheduler | None:
-    members = _list_members(component)
-    is_ours = members and all(_unwrap(each) is not None for each in members)
-    return Scheduler(component) if is_ours else None
+    return Scheduler(component) if _is_ours(component) else None
 
 
 @hookbus.hookimpl
@@ -143,17 +146,16 @@ def resume_start(resume: hookbus.Resume) -> None:
 def save_start(save: hookbus.Save) -> None:
     """Refuse a save while a scheduler of an attached optimizer is attached to nothing.
 
-    The search goes through every object of the process, so not every save does it.
+    The search goes through every object of the process and takes some 50 ms, so few saves do it.
     """
     optimizers = _list_optimizers(save.components)
-    due = any(_saves.get(optimizer, 0) % _SAVES_A_SEARCH == 0 for optimizer in optimizers)
-    for optimizer in optimizers:
-        _saves[optimizer] = _saves.get(optimizer, 0) + 1
-    if not due:
+    due = [_count_save(optimizer) for optimizer in optimizers]
+    if not any(due):
         return
     attached = {
         id(scheduler)
         for component in save.components.values()
+        if _is_ours(component)
         for member in _list_members(component)
         for scheduler in _walk(member)
     }
@@ -171,10 +173,18 @@ def save_start(save: hookbus.Save) -> None:
         )
 
 
+def _count_save(optimizer: torch.optim.Optimizer) -> bool:
+    """Count a save, and return whether it is time to search."""
+    number = _saves[optimizer] = _saves.get(optimizer, 0) + 1
+    # torch's mark on an optimizer with schedulers. ReduceLROnPlateau leaves none: that can wait.
+    is_marked = hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    return number % _SAVES_A_SEARCH == (1 if is_marked else 5)
+
+
 def _find_forgotten(optimizers: set[int], attached: set[int]) -> list[LRScheduler]:
     # By exact type: isinstance would run code of proxies.
-    kinds = set(_list_kinds(LRScheduler))
-    found = [each for each in gc.get_objects() if type(each) in kinds]
+    kinds: set[type] = set(_list_kinds(LRScheduler))
+    found: list[Any] = [each for each in gc.get_objects() if type(each) in kinds]
     forgotten = [
         each
         for each in found
@@ -184,7 +194,7 @@ def _find_forgotten(optimizers: set[int], attached: set[int]) -> list[LRSchedule
     return [each for each in forgotten if id(each) not in inside]
 
 
-def _list_kinds(kind: type) -> Iterator[type]:
+def _list_kinds(kind: type[LRScheduler]) -> Iterator[type]:
     yield kind
     for each in kind.__subclasses__():
         yield from _list_kinds(each)
@@ -193,16 +203,18 @@ def _list_kinds(kind: type) -> Iterator[type]:
 def _walk(scheduler: Any) -> Iterator[LRScheduler]:
     """Yield torch's scheduler and all that are inside it."""
     scheduler = _unwrap(scheduler)
-    if scheduler is not None:
-        yield scheduler
-        for each in _list_inside(scheduler):
-            yield from _walk(each)
+    yield scheduler
+    for each in _list_inside(scheduler):
+        yield from _walk(each)
 
 
 def _list_optimizers(components: Mapping[str, object]) -> list[torch.optim.Optimizer]:
+    """List the attached optimizers with those inside them."""
     found = []
     for component in components.values():
-        for optimizer in _list_members(component):
+        members = _list_members(component)
+        for member in members if all(map(is_optimizer, members)) else ():
+            optimizer = member
             while optimizer is not None:
                 if isinstance(optimizer, torch.optim.Optimizer):
                     found.append(optimizer)

@@ -6,7 +6,6 @@ An object needs no base class: ``state_dict`` and ``load_state_dict`` are enough
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from itertools import chain, repeat
 from typing import Any
 
 import attrs
@@ -17,10 +16,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import hookbus
+from hookbus.checkpoint import TensorInfo
 from hookbus.errors import MismatchError
 
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
 _LISTS = (list, deque)
+
+# A saved tensor, kept so that its id stays its own, and the tensor that took its place.
+_Given = dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 # Each has a plugin that knows better than its `load_state_dict`; nobody half-restores them.
 SPOKEN_FOR = (torch.nn.Module, Optimizer, LRScheduler, DataLoader, GradScaler)
@@ -54,16 +57,17 @@ class Values:
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
-        if type(self.component) in _DICTS:
-            saved = resume.metadata().state
+        saved = resume.metadata().state
+        if isinstance(saved, dict):
             dropped = [repr(key) for key in self.component if key not in saved]
             if dropped:
                 resume.note(f"{', '.join(dropped)} dropped: not in the checkpoint")
         try:
             resume.read_into(self.component)  # straight into its tensors, without a second copy
         except MismatchError:  # it has grown or shrunk since it was made
-            with torch.no_grad():
-                _put_back(self.component, resume.read(), {}, set())
+            saved = resume.read()
+        with torch.no_grad():
+            _put_back(self.component, saved, {}, set())
 
 
 @attrs.define(eq=False)
@@ -148,37 +152,50 @@ def _describe_tensor(tensor: Any, requires_grad: bool) -> str:
     return f"{list(tensor.shape)} {dtype} requires_grad={requires_grad}"
 
 
-def _put_back(live: Any, saved: Any, given: dict[int, Any], taken: set[int]) -> Any:
+def _put_back(live: Any, saved: Any, given: _Given, taken: set[int]) -> Any:
     """Return `live` with the contents of `saved` where it can take them, else `saved`.
 
-    `given` maps saved tensors to those that took them, so that one tensor under two names stays
-    one; `taken` are the live tensors in use, so that two do not become one.
+    A `TensorInfo` in `saved` stands for what is in `live` already. `given` has the tensors that
+    took a saved one, so that one tensor under two names stays one; `taken` are the live tensors
+    in use, so that two do not become one.
     """
+    if isinstance(saved, TensorInfo):
+        return live
     if isinstance(saved, torch.Tensor):
         if id(saved) not in given:
-            fits = _can_take(live, saved) and id(live) not in taken
-            given[id(saved)] = live.copy_(saved) if fits else saved
-            taken.add(id(given[id(saved)]))
-        return given[id(saved)]
-    if type(live) is not type(saved):
+            fits = id(live) not in taken and _can_take(live, saved)
+            given[id(saved)] = saved, live.copy_(saved) if fits else saved
+            taken.add(id(given[id(saved)][1]))
+        return given[id(saved)][1]
+    if type(saved) not in (*_DICTS, *_LISTS, tuple):
         return saved
-    if type(saved) in _DICTS:
-        after = {key: _put_back(live.get(key), value, given, taken) for key, value in saved.items()}
-        live.clear()
-        live.update(after)
-        if isinstance(saved, defaultdict):
-            live.default_factory = saved.default_factory
-        if isinstance(saved, OrderedDict):
-            vars(live).clear()
-            vars(live).update(vars(saved))  # `_metadata` of a module's state_dict
+    ours, theirs = _list_members(live), _list_members(saved)
+    members = {key: _put_back(ours.get(key), theirs[key], given, taken) for key in theirs}
+    if isinstance(saved, tuple):
+        return tuple(members.values())
+    if type(live) is not type(saved) or _read_limit(live) != _read_limit(saved):
+        live = saved
+    live.clear()
+    if not isinstance(saved, dict):
+        live.extend(members.values())
         return live
-    if type(saved) in _LISTS and getattr(live, "maxlen", None) == getattr(saved, "maxlen", None):
-        pairs = zip(chain(live, repeat(None)), saved, strict=False)
-        members = [_put_back(old, new, given, taken) for old, new in pairs]
-        live.clear()
-        live.extend(members)
-        return live
-    return saved
+    live.update(members)
+    if isinstance(saved, defaultdict):
+        live.default_factory = saved.default_factory
+    if isinstance(saved, OrderedDict) and live is not saved:
+        vars(live).clear()
+        vars(live).update(vars(saved))  # `_metadata` of a module's state_dict
+    return live
+
+
+def _list_members(value: Any) -> dict[Any, Any]:
+    if isinstance(value, dict):
+        return dict(value)
+    return dict(enumerate(value)) if isinstance(value, list | tuple | deque) else {}
+
+
+def _read_limit(value: Any) -> int | None:
+    return value.maxlen if isinstance(value, deque) else None
 
 
 def _can_take(live: Any, saved: torch.Tensor) -> bool:
@@ -186,7 +203,6 @@ def _can_take(live: Any, saved: torch.Tensor) -> bool:
         type(live) is type(saved)
         and live.dtype == saved.dtype
         and live.shape == saved.shape
-        and live.stride() == saved.stride()
         and live.requires_grad == saved.requires_grad
     )
 

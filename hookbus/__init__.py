@@ -8,6 +8,7 @@ from hookbus.hookspecs import hookimpl, hookspec
 from hookbus.report import Report
 from hookbus.resume import Resume
 from hookbus.save import Save
+from hookbus.transfer import Transfer
 
 __all__ = [
     "Checkpoint",
@@ -15,6 +16,7 @@ __all__ = [
     "Report",
     "Resume",
     "Save",
+    "Transfer",
     "best",
     "checkpoints",
     "errors",

@@ -14,18 +14,18 @@ from typing import Any, Literal, Unpack
 from hookbus.checkpoint import Checkpoint, RunLock, make_run_directory, sweep
 from hookbus.choosing import check_run, choose
 from hookbus.entry_points import Failed
-from hookbus.errors import AttachError, BusError, CallError, SaveError
+from hookbus.errors import AttachError, BusError, CallError, SaveError, SequenceError
 from hookbus.logs import say
 from hookbus.ordering import Place, warn_of_unknown_words
 from hookbus.plugins import Plugins
-from hookbus.registration import Registered
+from hookbus.registration import EVENTS, Registered
 from hookbus.relay import Relay
 from hookbus.report import Report
 from hookbus.resume import Options, Request, Resume
 from hookbus.resuming import abandon, describe_start
 from hookbus.resuming import fire as fire_restore_event
 from hookbus.saver import Pace, Saver
-from hookbus.sequence import RESTORE_EVENTS, RESUME_EVENTS
+from hookbus.sequence import RESUME_EVENTS
 from hookbus.transfer import Transfer
 
 
@@ -47,13 +47,10 @@ class HookBus:
 
     def __init__(self, *, load_plugins: bool = True, block: Iterable[str] = ()) -> None:
         self._loop: Pace | None = None
-        self._resume: Resume | None = None
         self._saver: Saver | None = None
         self._lock: RunLock | None = None
         self._closed = False
-        self._plugins = Plugins(
-            load_plugins=load_plugins, block=block, check_in_time=self._check_in_time
-        )
+        self._plugins = Plugins(load_plugins=load_plugins, block=block)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a HookBus cannot be pickled or copied")
@@ -116,6 +113,8 @@ class HookBus:
         self._plugins.unregister(name)
         if not any(component is self._loop for component in self.components.values()):
             self._loop = None
+            if self._saver is not None:
+                self._saver.pace = None
 
     def attach(self, **components: object) -> None:
         """Find a plugin for each component; the name is its section's.
@@ -126,22 +125,29 @@ class HookBus:
             AttachError: nobody can look after a component; it says who was asked.
             NameTakenError: another component has that name.
         """
+        loops = [each for each in components.values() if isinstance(each, Pace)]
+        if len({id(each) for each in (self._loop, *loops) if each is not None}) > 1:
+            raise AttachError("there is a loop on this bus already, and a run has one")
         self._plugins.attach(components)
-        for component in components.values():
-            if isinstance(component, Pace) and component is not self._loop:
-                self._bind_loop(component)
+        for loop in loops:
+            self._bind_loop(loop)
 
     def order(self, event: str) -> list[Place]:
         """Return the plugins in the order in which ``event`` calls them, with the reasons."""
-        return self._plugins.order(event)
+        return list(self._plugins.order(event))
 
     def fire(self, event: str, arguments: Mapping[str, object]) -> Any:
         """Fire an event whose arguments have been checked; scripts use ``bus.hook``."""
         if event not in RESUME_EVENTS:
             return self._plugins.call(event, arguments)
         resume = arguments["resume"]
-        if not isinstance(resume, Resume) or resume is not self._resume:
+        if not isinstance(resume, Resume):
             raise CallError(f"{event}: pass resume=, as bus.prepare(run) returned it")
+        if resume is not self._plugins.resume:
+            raise SequenceError(
+                f"{event}: this resume is over, or another bus's; pass what this bus's last"
+                " bus.prepare(run) returned"
+            )
         result = fire_restore_event(event, resume, arguments, self._plugins, self._watch)
         if event == "resume_end":
             self._begin_run(resume)
@@ -247,21 +253,7 @@ class HookBus:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _check_in_time(self, entry: Registered) -> None:
-        """Refuse a plugin whose restore event has gone by: its section would never come back."""
-        resume = self._resume
-        if resume is None or resume.sequence.broken or not entry.has_section:
-            return
-        for event in RESTORE_EVENTS if resume.stage == "fit" else ("restore_model",):
-            if event in entry.events and event not in resume.sequence.list_left():
-                raise AttachError(
-                    f"{entry.name!r} came after {event} had fired, so it would never be restored;"
-                    " attach it before"
-                )
-
     def _bind_loop(self, loop: Pace) -> None:
-        if self._loop is not None:
-            raise AttachError("there is a loop on this bus already, and a run has one")
         loop.bind(self)
         self._loop = loop
         if self._saver is not None:
@@ -273,7 +265,11 @@ class HookBus:
         request = Request.make(options)
         path = Path(run)
         check_run(path)
+        for each in EVENTS:
+            self.order(each)  # a circle in the order of saving is said now, and not at a save
         if request.stage == "fit":
+            if not path.exists():
+                choose(path, request)  # refuses before a folder is made
             self._take_lock(path)
         checkpoint, fresh = choose(path, request)
         resume = Resume(
@@ -291,26 +287,30 @@ class HookBus:
             entries=lambda: self._plugins.entries,
             fire=self._fire_by_name,
             may_grow=by_script or bool(request.setup or request.configure_sharded),
+            blocked=self.blocked,
         )
         self._saver = None
-        self._resume = resume
-        warn_of_unknown_words(self._plugins.entries)
+        self._plugins.resume = resume
         return resume
 
     def _take_lock(self, run: Path) -> None:
         make_run_directory(run)
+        lock = RunLock(run)
+        lock.take()
         if self._lock is not None:
-            self._lock.release()
-        self._lock = RunLock(run)
-        self._lock.take()
+            self._lock.release()  # if it was on this run, it has just been taken over
+        self._lock, self._saver = lock, None
         sweep(run)
 
     def _begin_run(self, resume: Resume) -> None:
         checkpoint = resume.checkpoint
+        warn_of_unknown_words(self._plugins.entries)
         if resume.stage == "fit":
+            assert self._lock is not None
             known = checkpoint is not None and not resume.fresh
             self._saver = Saver(
                 run=resume.run,
+                lock=self._lock,
                 run_id=checkpoint.run_id if checkpoint and known else uuid.uuid4().hex,
                 last=checkpoint if known else None,
                 entries=lambda: self._plugins.entries,
@@ -343,9 +343,11 @@ class HookBus:
         on_bytes(0)
         try:
             yield on_bytes
-        finally:
-            # Also when it failed: whoever shows a bar takes it away.
-            on_bytes(total - transfer.done)
+        except BaseException:
+            transfer.failed = True  # whoever shows a bar takes it away
+            on_bytes(0)
+            raise
+        on_bytes(total - transfer.done)
 
     def _get_saver(self) -> Saver:
         if self._closed:
@@ -354,17 +356,18 @@ class HookBus:
             raise SaveError(
                 "there is no run to save into: call bus.resume(RUN) first, also for a fresh start"
             )
-        if self._lock is not None and self._lock.lost:
-            raise SaveError(
-                f"a newer bus of this process took {self._saver.run} over; save through that one"
-            )
         return self._saver
 
     def _let_go(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self.fire("release", {})
-        self._saver = None
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        try:
+            if not self._closed:
+                self._closed = True
+                self.fire("release", {})
+        finally:
+            # What is left is free of cycles, so that loaders and their workers go when the script
+            # lets go of them, and not when the garbage collector comes by.
+            self._saver = self._loop = None
+            self._plugins.clear()
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hookbus.checkpoint import Checkpoint, checkpoints, folders, open_checkpoint
+from hookbus.checkpoint import (
+    Checkpoint,
+    checkpoints,
+    folders,
+    open_checkpoint,
+    read_folder_name,
+)
 from hookbus.errors import (
     CallError,
     CheckpointNotFoundError,
@@ -16,11 +22,16 @@ from hookbus.resume import Request
 
 def check_run(run: Path) -> None:
     """Refuse the path of a checkpoint, and of a file, where a run directory belongs."""
-    if (run / "manifest.json").is_file() or run in folders(run.parent):
-        step = run.name.partition("-")[2].partition("-")[0].lstrip("0") or "0"
+    named = read_folder_name(run.name)
+    if (run / "manifest.json").is_file() or (named and run.is_dir()):
+        here = (
+            f"pass {str(run.parent)!r} (and step={named[0]} for just this one), or"
+            if named
+            else "pass"
+        )
         raise CallError(
-            f"{run} is a checkpoint, not a run directory: pass {str(run.parent)!r} (and"
-            f" step={step} for just this one), or init_from={str(run)!r} to start a new run from it"
+            f"{run} is a checkpoint, not a run directory: {here} init_from={str(run)!r} to start a"
+            " new run from it"
         )
     if run.exists() and not run.is_dir():
         raise CallError(f"{run} is a file; pass the run directory, which need not exist yet")

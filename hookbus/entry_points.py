@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 import re
@@ -65,12 +66,24 @@ def find(group: str = GROUP) -> list[Found]:
     return sorted(found, key=lambda each: (not each.built_in, each.name))
 
 
+def find_distribution(plugin: object) -> tuple[str | None, str | None]:
+    """Return name and version of the distribution that a plugin's code comes from."""
+    module = plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__module__
+    return _find_owner(module.partition(".")[0])
+
+
 def list_known_names(found: Iterable[Found]) -> Iterator[str]:
     """Yield every word that blocks something: plugin and distribution names."""
     for each in found:
         yield each.name
         if not each.built_in:
             yield each.distribution
+
+
+@functools.cache
+def _find_owner(package: str) -> tuple[str | None, str | None]:
+    names = importlib.metadata.packages_distributions().get(package)
+    return (_normalize(names[0]), importlib.metadata.version(names[0])) if names else (None, None)
 
 
 def _normalize(name: str) -> str:

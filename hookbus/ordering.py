@@ -9,7 +9,7 @@ import attrs
 
 from hookbus.errors import OrderError
 from hookbus.logs import logger
-from hookbus.registration import Registered
+from hookbus.registration import Origin, Registered
 
 KINDS = (
     "datamodule",
@@ -33,7 +33,11 @@ KIND_ORDER: Mapping[str, tuple[str, ...]] = {
     "resume_end": ("*", "rng"),
 }
 
-ORIGINS = ("registered by hand", "a third party's entry point", "built in")
+ORIGINS: tuple[Origin, Origin, Origin] = (
+    "registered by hand",
+    "a third party's entry point",
+    "built in",
+)
 
 
 @attrs.frozen(eq=False)
@@ -135,7 +139,7 @@ def _rank(event: str, entry: Registered) -> tuple[object, ...]:
 
 def _explain(event: str, entry: Registered, edges: Iterable[tuple[Registered, str]]) -> str:
     options = entry.options(event)
-    reasons = [word for word in ("wrapper", "tryfirst", "trylast") if options[word]]  # type: ignore[literal-required]
+    reasons = [word for word in ("wrapper", "tryfirst", "trylast") if options[word]]
     if event == "plugin_for":
         reasons.append(entry.origin)
     elif entry.kind in KIND_ORDER.get(event, ()):

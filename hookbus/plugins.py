@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hookbus import entry_points
-from hookbus.entry_points import Failed
-from hookbus.errors import AttachError, CallError, NameTakenError, RegistrationError
+from hookbus.entry_points import Failed, Found, find_distribution
+from hookbus.errors import (
+    AttachError,
+    CallError,
+    HookbusError,
+    NameTakenError,
+    RegistrationError,
+    raise_all,
+)
 from hookbus.logs import logger
 from hookbus.ordering import ORIGINS, Place
 from hookbus.registration import (
+    EVENTS,
     Implementations,
     Origin,
     Registered,
-    check_event,
     check_name,
-    find_distribution,
+    describe,
+    explain_unknown_event,
     inspect_plugin,
+    name_type,
+    read_kind,
+    read_words,
 )
-from hookbus.relay import Switchboard
+from hookbus.relay import Answers, Switchboard
+from hookbus.resume import Resume
 
 DISABLE_VARIABLE = "HOOKBUS_DISABLE_PLUGINS"
 BY_HAND, THIRD_PARTY, BUILT_IN = ORIGINS
@@ -30,39 +42,39 @@ BY_HAND, THIRD_PARTY, BUILT_IN = ORIGINS
 class Plugins:
     """The plugins and components of one bus.
 
-    ``check_in_time`` is called with each new plugin and may refuse it. ``changes`` counts
-    registrations, so that a relay can tell that it is stale.
+    ``changes`` counts registrations, so that a relay can tell that it is stale; ``resume`` is the
+    one under way or done last, which a plugin may come too late for.
     """
 
-    def __init__(
-        self,
-        *,
-        load_plugins: bool,
-        block: Iterable[str],
-        check_in_time: Callable[[Registered], None],
-    ) -> None:
+    def __init__(self, *, load_plugins: bool, block: Iterable[str]) -> None:
         self.entries: list[Registered] = []
         self.components: dict[str, object] = {}
         self.failed: list[Failed] = []
         self.changes = 0
         self._switchboard = Switchboard()
-        self._check_in_time = check_in_time
-        self.blocked = self._read_block(block, load_plugins)
-        if load_plugins:
-            self._load_plugins()
+        self.resume: Resume | None = None
+        found = entry_points.find() if load_plugins else None
+        self.blocked = _read_block(block, found)
+        for each in found or ():
+            self._load(each)
 
     def register(self, plugin: object, name: str | None = None) -> str:
         for entry in self.entries:
-            if entry.plugin is plugin and name in (None, entry.name):
-                return entry.name
+            if entry.plugin is plugin:
+                if name in (None, entry.name):
+                    return entry.name
+                raise RegistrationError(
+                    f"this {name_type(plugin)} is on the bus already, as {entry.name!r}; register"
+                    " another instance"
+                )
         implementations = inspect_plugin(plugin)
-        name = check_name(
-            name or getattr(plugin, "kind", None) or type(plugin).__qualname__.rpartition(".")[2]
-        )
-        if self._is_blocked(name):
+        if name is None:
+            name = read_kind(plugin) or name_type(plugin).rpartition(".")[2]
+        distribution, version = find_distribution(plugin)
+        if self._is_blocked(name, distribution):
             logger.info("plugin %r is blocked, so it is not registered", name)
             return name
-        self._add(plugin, name, BY_HAND, *find_distribution(plugin), implementations)
+        self._add(plugin, name, BY_HAND, distribution, version, implementations)
         component = getattr(plugin, "component", None)
         if component is not None:
             self.components[name] = component
@@ -73,90 +85,79 @@ class Plugins:
         owners = [entry for entry in found if _owns_name(entry)]
         component = self.components.pop(name, None)
         if component is None and not found:
-            raise CallError(f"no plugin is named {name!r}")
+            raise CallError(
+                f"no plugin is named {name!r}; there are"
+                f" {', '.join(entry.name for entry in self.entries) or 'none'}"
+            )
         for entry in owners or (found if component is None else []):
-            self.entries.remove(entry)
-            self._forget(entry)
+            self._remove(entry)
 
     def attach(self, components: Mapping[str, object]) -> None:
-        found = {}
+        found: dict[str, tuple[object, Registered | None] | None] = {}
+        problems: list[HookbusError] = []
         for name, component in components.items():
-            check_name(name)
-            if name in self.components:
-                if self.components[name] is component:
-                    continue
-                raise NameTakenError(
-                    f"two components are named {name!r}: a {_name_type(self.components[name])}"
-                    f" and a {_name_type(component)}; attach one of them under another name"
-                )
-            for other, existing in {**self.components, **components}.items():
-                if other != name and existing is component:
-                    raise AttachError(f"{other!r} and {name!r} are the same object; attach it once")
-            found[name] = self._find_plugin(name, component)
-        for name, (plugin, maker) in found.items():
-            if plugin is not None and maker is not None:
-                self._add(
-                    plugin, name, BY_HAND, maker.distribution, maker.version, inspect_plugin(plugin)
-                )
-            self.components[name] = components[name]
+            try:
+                if not self._is_attached(name, component, {n: components[n] for n in found}):
+                    found[name] = self._find_plugin(name, component)
+            except (AttachError, RegistrationError) as error:
+                problems.append(error)
+        raise_all("nothing was attached", problems)
+        added = []
+        try:
+            for name, answer in found.items():
+                if answer is not None:
+                    plugin, maker = answer
+                    origin = (maker.distribution, maker.version) if maker else (None, None)
+                    implementations = inspect_plugin(plugin)
+                    added.append(self._add(plugin, name, BY_HAND, *origin, implementations))
+        except HookbusError:
+            for entry in added:
+                self._remove(entry)
+            raise
+        self.components |= {name: components[name] for name in found}
 
     def order(self, event: str) -> list[Place]:
-        check_event(event)
+        if event not in EVENTS:
+            raise CallError(explain_unknown_event(event))
         return self._switchboard.order(event, self.entries)
 
     def call(self, event: str, arguments: Mapping[str, object]) -> Any:
         """Call every plugin that implements ``event``, in order."""
+        return self.ask(event, arguments)[0]
+
+    def ask(self, event: str, arguments: Mapping[str, object]) -> tuple[Any, Answers]:
+        """Call every plugin that implements ``event``; return who answered what as well."""
         self.order(event)
-        return self._switchboard.call(event, arguments)
+        return self._switchboard.ask(event, arguments)
 
-    def call_one(self, entry: Registered, event: str, arguments: Mapping[str, object]) -> object:
-        """Call one plugin that came too late to be in the list that pluggy goes through."""
-        return self._switchboard.call_one(entry, event, arguments)
+    def ask_one(self, entry: Registered, event: str, arguments: Mapping[str, object]) -> Any:
+        """Call one plugin alone, such as one that came too late for its event."""
+        return self._switchboard.ask_one(entry, event, arguments)
 
-    def _read_block(self, block: Iterable[str], load_plugins: bool) -> frozenset[str]:
-        if isinstance(block, str):
-            raise CallError(f"block={block!r}: pass a tuple of names, such as ({block!r},)")
-        words = {word.strip() for word in os.environ.get(DISABLE_VARIABLE, "").split(",")}
-        found = entry_points.find() if load_plugins else []
-        known = set(entry_points.list_known_names(found))
-        for origin, names in ((DISABLE_VARIABLE, words - {""}), ("block", set(block))):
-            unknown = sorted(names - known)
-            if load_plugins and unknown:
-                raise CallError(
-                    f"{origin} names {', '.join(map(repr, unknown))}, which is not installed;"
-                    f" there are {', '.join(sorted(known))}"
-                )
-        return frozenset({*block, *words} - {""})
+    def clear(self) -> None:
+        """Let go of the last resume, and of the cycles through pluggy's manager."""
+        self.resume = None
+        self._switchboard.clear()
 
     def _is_blocked(self, name: str, distribution: str | None = None) -> bool:
         return name in self.blocked or distribution in self.blocked
 
-    def _load_plugins(self) -> None:
-        for found in entry_points.find():
-            if self._is_blocked(found.name, found.distribution):
-                continue
-            try:
-                plugin = found.load()
-                origin = BUILT_IN if found.built_in else THIRD_PARTY
-                self._add(
-                    plugin,
-                    check_name(found.name),
-                    origin,
-                    found.distribution,
-                    found.version,
-                    inspect_plugin(plugin),
-                )
-            except Exception as error:
-                failed = Failed(found.name, found.distribution, found.version, error)
-                self.failed.append(failed)
-                logger.warning(
-                    "plugin %r of %s %s could not be loaded: %s: %s",
-                    found.name,
-                    found.distribution,
-                    found.version,
-                    type(error).__name__,
-                    error,
-                )
+    def _load(self, found: Found) -> None:
+        if self._is_blocked(found.name, found.distribution):
+            return
+        origin = BUILT_IN if found.built_in else THIRD_PARTY
+        who = found.name, origin, found.distribution, found.version
+        try:
+            plugin = found.load()
+            self._add(plugin, *who, inspect_plugin(plugin))
+        except Exception as error:
+            self.failed.append(Failed(found.name, found.distribution, found.version, error))
+            logger.warning(
+                "%s could not be loaded: %s: %s",
+                describe(found.name, found.distribution, found.version),
+                type(error).__name__,
+                error,
+            )
 
     def _add(
         self,
@@ -166,15 +167,17 @@ class Plugins:
         distribution: str | None,
         version: str | None,
         implementations: Implementations,
-    ) -> None:
+    ) -> Registered:
         entry = Registered(
-            name=name,
+            name=check_name(name),
             plugin=plugin,
-            kind=getattr(plugin, "kind", None),
+            kind=read_kind(plugin),
             distribution=distribution,
             version=version,
             origin=origin,
             number=self.changes + 1,
+            before=read_words(plugin, "before"),
+            after=read_words(plugin, "after"),
             implementations=implementations,
         )
         for other in self.entries:
@@ -183,57 +186,101 @@ class Plugins:
             contend = _owns_name(other) and _owns_name(entry)
             if other.name == name and (contend or other.origin == origin):
                 raise NameTakenError(
-                    f"two plugins are named {name!r}: {_name_type(other.plugin)} and"
-                    f" {_name_type(plugin)}; pass another name to register()"
+                    f"two plugins are named {name!r}: {_describe_origin(other)} and"
+                    f" {_describe_origin(entry)}; pass another name to one of them"
                 )
             if contend and other.name.lower() == name.lower():
                 raise NameTakenError(
                     f"{other.name!r} and {name!r} differ only in case, which some disks ignore;"
-                    " pass another name to register()"
+                    " pass another name to one of them"
                 )
-        self._check_in_time(entry)
-        _ = entry.before, entry.after  # refuses what is no tuple of words
+        if self.resume is not None:
+            self.resume.check_in_time(entry)
         self.entries.append(entry)
+        self._forget(entry)
+        return entry
+
+    def _remove(self, entry: Registered) -> None:
+        self.entries.remove(entry)
         self._forget(entry)
 
     def _forget(self, entry: Registered) -> None:
         self.changes += 1
         self._switchboard.forget(entry.events)
 
-    def _find_plugin(self, name: str, component: object) -> tuple[object | None, Registered | None]:
+    def _is_attached(self, name: str, component: object, others: Mapping[str, object]) -> bool:
+        """Whether a component is on the bus under this name; refuse what contradicts it."""
+        check_name(name)
+        for other, existing in {**self.components, **others}.items():
+            if other == name and existing is not component:
+                raise NameTakenError(
+                    f"two components are named {name!r}: {name_type(existing)} and"
+                    f" {name_type(component)}; attach one of them under another name"
+                )
+            if other != name and existing is component:
+                raise AttachError(f"{other!r} and {name!r} are the same object; attach it once")
+        return name in self.components
+
+    def _find_plugin(self, name: str, component: object) -> tuple[object, Registered | None] | None:
+        """Return a plugin for a component and who made it, or ``None`` if that is blocked."""
         if component is None:
             raise AttachError(f"{name}=None: there is nothing to attach; leave it out")
-        if not self._is_blocked(name):
-            answers = self._ask_for_plugin(name, component)
-            for answer, maker in answers:
-                return answer, maker
-            if not self.blocked:
-                asked = ", ".join(place.name for place in self.order("plugin_for"))
-                hint = (
-                    f"; it is a plugin itself: bus.register(it, {name!r})"
-                    if _is_plugin(component)
-                    else "; give it state_dict and load_state_dict, or register a plugin for it"
-                )
-                raise AttachError(
-                    f"nobody can look after {name!r}, a {_name_type(component)}; asked were"
-                    f" {asked or 'none'}{hint}"
-                )
-        logger.info("nobody looks after %r: %s is blocked", name, ", ".join(sorted(self.blocked)))
-        return None, None
+        if self._is_blocked(name):
+            logger.info("nobody looks after %r, which is blocked", name)
+            return None
+        arguments = {"name": name, "component": component}
+        plugin, answers = self.ask("plugin_for", arguments)
+        maker = answers[0][0] if answers else None
+        if plugin is not None:
+            self._log_others(maker, arguments)
+            return plugin, maker
+        if self.blocked:
+            logger.warning(
+                "nobody looks after %r (%s), so it is neither saved nor restored; blocked are %s",
+                name,
+                name_type(component),
+                ", ".join(sorted(self.blocked)),
+            )
+            return None
+        asked = ", ".join(place.name for place in self.order("plugin_for"))
+        hint = (
+            f"it is a plugin itself: bus.register(it, {name!r})"
+            if _is_plugin(component)
+            else "give it state_dict and load_state_dict, or register a plugin for it"
+        )
+        raise AttachError(
+            f"nobody can look after {name!r} ({name_type(component)}); asked were"
+            f" {asked or 'none'}; {hint}"
+        )
 
-    def _ask_for_plugin(self, name: str, component: object) -> list[tuple[object, Registered]]:
-        """Return the first answer with its maker; the others are only looked for to log them."""
-        answers: list[tuple[object, Registered]] = []
-        for place in self.order("plugin_for"):
-            arguments = {"name": name, "component": component}
-            answer = self._switchboard.call_one(place.entry, "plugin_for", arguments)
-            if answer is not None:
-                answers.append((answer, place.entry))
-                if not logger.isEnabledFor(logging.DEBUG):
-                    break
-        for _, maker in answers[1:]:
-            logger.debug("%r: %s answered before %s", name, answers[0][1], maker)
-        return answers
+    def _log_others(self, maker: Registered | None, arguments: Mapping[str, object]) -> None:
+        """Log who would have answered `plugin_for` too, had its turn come."""
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        entries = [place.entry for place in self.order("plugin_for")]
+        for other in entries[entries.index(maker) + 1 :] if maker in entries else ():
+            if self.ask_one(other, "plugin_for", arguments) is not None:
+                logger.debug("%r: %s answered before %s", arguments["name"], maker, other)
+
+
+def _read_block(block: Iterable[str], found: Iterable[Found] | None) -> frozenset[str]:
+    """Return what is blocked by argument and environment; refuse what is not installed."""
+    if isinstance(block, str):
+        raise CallError(f"block={block!r}: pass a tuple of names, such as ({block!r},)")
+    words = {word.strip() for word in os.environ.get(DISABLE_VARIABLE, "").split(",")} - {""}
+    named = {DISABLE_VARIABLE: words, "block=": set(block)}
+    if found is not None:
+        known = set(entry_points.list_known_names(found))
+        problems: list[HookbusError] = [
+            CallError(
+                f"{argument} names {', '.join(map(repr, sorted(names - known)))}, which is not"
+                f" installed; there are {', '.join(sorted(known))}"
+            )
+            for argument, names in named.items()
+            if names - known
+        ]
+        raise_all("unknown plugins cannot be blocked", problems)
+    return frozenset().union(*named.values())
 
 
 def _owns_name(entry: Registered) -> bool:
@@ -243,10 +290,10 @@ def _owns_name(entry: Registered) -> bool:
 def _is_plugin(component: object) -> bool:
     try:
         inspect_plugin(component)
-    except RegistrationError:
+    except HookbusError:
         return False
     return True
 
 
-def _name_type(thing: object) -> str:
-    return getattr(thing, "__name__", None) or type(thing).__qualname__
+def _describe_origin(entry: Registered) -> str:
+    return f"{name_type(entry.plugin)} ({entry.distribution or entry.origin})"

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import functools
-import importlib.metadata
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import attrs
 import pluggy
 
 from hookbus import hookspecs
-from hookbus.errors import RegistrationError
+from hookbus.errors import HookbusError, RegistrationError, raise_all
 
 Origin = Literal["registered by hand", "a third party's entry point", "built in"]
 Implementations: TypeAlias = Mapping[str, tuple[Callable[..., Any], pluggy.HookimplOpts]]
 
-_NAME = re.compile(r"[A-Za-z0-9_.:-]+")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 
 
 def _list_events() -> dict[str, tuple[str, ...]]:
@@ -51,19 +48,13 @@ class Registered:
     version: str | None
     origin: Origin
     number: int
+    before: tuple[str, ...]
+    after: tuple[str, ...]
     implementations: Implementations = attrs.field(repr=False)
 
     @property
     def events(self) -> tuple[str, ...]:
         return tuple(self.implementations)
-
-    @property
-    def before(self) -> tuple[str, ...]:
-        return _read_words(self.plugin, "before")
-
-    @property
-    def after(self) -> tuple[str, ...]:
-        return _read_words(self.plugin, "after")
 
     @property
     def has_section(self) -> bool:
@@ -88,22 +79,24 @@ def describe(name: str, distribution: str | None, version: str | None) -> str:
 def check_name(name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RegistrationError(
-            f"{name!r} cannot be a plugin's name: letters, digits and _ . - : only"
+            f"{name!r} cannot be a plugin's name: letters, digits, _ . - : only, and the first no"
+            " . - or :"
         )
     return name
 
 
-def check_event(event: str) -> None:
-    if event not in EVENTS:
-        raise AttributeError(f"there is no event {event!r}{_suggest_event(event)}")
+def explain_unknown_event(event: str) -> str:
+    near = difflib.get_close_matches(event, EVENTS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(EVENTS)}"
+    return f"there is no event {event!r}; {hint}"
 
 
 def inspect_plugin(plugin: object) -> Implementations:
     """Return the events that ``plugin`` implements, each with its function and options.
 
     Raises:
-        RegistrationError: ``plugin`` is ``None``, a class, implements nothing, or one of its
-            hookimpls could never be called as it is written.
+        RegistrationError: ``plugin`` is ``None``, a class, implements nothing, or its hookimpls
+            could never be called as they are written; each of them is named.
     """
     if plugin is None:
         raise RegistrationError("None cannot be registered as a plugin")
@@ -112,55 +105,56 @@ def inspect_plugin(plugin: object) -> Implementations:
             f"{plugin.__qualname__} is a class; register an instance: {plugin.__qualname__}(…)"
         )
     found: dict[str, tuple[Callable[..., Any], pluggy.HookimplOpts]] = {}
-    unmarked = []
+    problems: list[HookbusError] = []
+    marked = False
     for attribute in dir(plugin):
         function = _find_function(plugin, attribute)
-        if function is None:
-            continue
         options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
-        if options is None:
-            unmarked += [attribute] if attribute in EVENTS else []
+        if function is None or (options is None and attribute not in EVENTS):
             continue
-        event = options.get("specname") or attribute
-        where = f"{_name_type(plugin)}.{attribute}"
-        if event not in EVENTS:
-            if options["optionalhook"]:
-                continue
-            raise RegistrationError(f"{where}: there is no event {event!r}{_suggest_event(event)}")
-        _check_implementation(where, event, function, options)
-        if event in found:
-            raise RegistrationError(f"{where}: {event!r} is implemented twice")
-        found[event] = (getattr(plugin, attribute), options)
-    if not found:
-        hint = (
-            f"; put @hookbus.hookimpl on {', '.join(unmarked)}"
-            if unmarked
-            else "; mark its methods with @hookbus.hookimpl"
+        marked = True
+        bound = getattr(plugin, attribute)
+        event = attribute if options is None else options["specname"] or attribute
+        if options is not None and options["optionalhook"] and event not in EVENTS:
+            continue
+        fault = _find_fault(event, bound, options, found)
+        if fault is not None:
+            problems.append(RegistrationError(f"{name_type(plugin)}.{attribute} {fault}"))
+        elif options is not None:
+            found[event] = (bound, options)
+    if not marked:
+        problems.append(
+            RegistrationError(
+                f"{name_type(plugin)} implements no event; mark its methods with @hookbus.hookimpl"
+            )
         )
-        raise RegistrationError(f"{_name_type(plugin)} implements no event{hint}")
-    if unmarked:
-        raise RegistrationError(
-            f"{_name_type(plugin)}.{unmarked[0]} is named like an event and would never be"
-            " called; put @hookbus.hookimpl on it, or name it otherwise"
-        )
+    raise_all(f"{name_type(plugin)} cannot be registered", problems)
     return {event: found[event] for event in EVENTS if event in found}
 
 
-def find_distribution(plugin: object) -> tuple[str | None, str | None]:
-    """Return name and version of the distribution that a plugin's code comes from."""
-    module = plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__module__
-    return _find_distribution_of(module.partition(".")[0])
+def read_kind(plugin: object) -> str | None:
+    kind = getattr(plugin, "kind", None)
+    if kind is not None and not isinstance(kind, str):
+        raise RegistrationError(
+            f"{name_type(plugin)}.kind = {kind!r}: pass a word, or leave it out"
+        )
+    return kind
 
 
-@functools.cache
-def _find_distribution_of(package: str) -> tuple[str | None, str | None]:
-    if package == "__main__":
-        return None, None
-    try:
-        return package, importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        names = importlib.metadata.packages_distributions().get(package)
-        return (names[0], importlib.metadata.version(names[0])) if names else (None, None)
+def read_words(plugin: object, attribute: Literal["before", "after"]) -> tuple[str, ...]:
+    """Return the kinds and names before or after which a plugin is to come."""
+    words = getattr(plugin, attribute, ())
+    if isinstance(words, (tuple, list)) and all(isinstance(word, str) for word in words):
+        return tuple(words)
+    raise RegistrationError(
+        f"{name_type(plugin)}.{attribute} = {words!r}: pass a tuple of kinds or names, such as"
+        " ('model',)"
+    )
+
+
+def name_type(thing: object) -> str:
+    """Return the name of a module, class or function, else that of a thing's class."""
+    return getattr(thing, "__name__", None) or type(thing).__qualname__
 
 
 def _find_function(plugin: object, attribute: str) -> Callable[..., Any] | None:
@@ -174,56 +168,43 @@ def _find_function(plugin: object, attribute: str) -> Callable[..., Any] | None:
     return found if inspect.isroutine(found) else None
 
 
-def _check_implementation(
-    where: str, event: str, function: Callable[..., Any], options: pluggy.HookimplOpts
-) -> None:
-    arguments = EVENTS[event]
+def _find_fault(
+    event: str,
+    function: Callable[..., Any],
+    options: pluggy.HookimplOpts | None,
+    found: Implementations,
+) -> str | None:
+    """Return why ``function`` could not be called as it is written."""
+    if options is None:
+        return (
+            "is named like an event and would never be called; put @hookbus.hookimpl on it, or"
+            " name it otherwise"
+        )
+    if event not in EVENTS:
+        return f"is marked as a hookimpl, and {explain_unknown_event(event)}"
+    if event in found:
+        return f"implements {event!r} a second time; take one of them away"
     if options["hookwrapper"]:
-        raise RegistrationError(f"{where} is an old-style hookwrapper; pass wrapper=True instead")
+        return "is an old-style hookwrapper; pass wrapper=True instead"
     if options["tryfirst"] and options["trylast"]:
-        raise RegistrationError(f"{where} is both tryfirst and trylast; take one away")
+        return "is both tryfirst and trylast; take one away"
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise RegistrationError(f"{where} is async, and events are not awaited")
-    if inspect.isgeneratorfunction(function) != options["wrapper"]:
-        raise RegistrationError(
-            f"{where} is marked wrapper=True and does not yield"
-            if options["wrapper"]
-            else f"{where} yields; mark it @hookbus.hookimpl(wrapper=True)"
-        )
-    parameters = list(inspect.signature(function).parameters.values())
-    if parameters and parameters[0].name in ("self", "cls"):
-        del parameters[0]
-    for parameter in parameters:
+        return "is async, and events are not awaited; make it a plain function"
+    if options["wrapper"] and not inspect.isgeneratorfunction(function):
+        return "is marked wrapper=True and does not yield; let it yield once"
+    if inspect.isgeneratorfunction(function) and not options["wrapper"]:
+        return "yields; mark it @hookbus.hookimpl(wrapper=True)"
+    for name, parameter in inspect.signature(function).parameters.items():
         if parameter.default is not parameter.empty:
-            raise RegistrationError(
-                f"{where}: argument {parameter.name!r} has a default, so it would never be passed;"
-                " take the default away"
+            return (
+                f"has an argument {name!r} with a default, which would never be passed; take the"
+                " default away"
             )
-        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-            raise RegistrationError(
-                f"{where}: argument {parameter.name!r} must be a plain one, not keyword-only,"
-                " *args or **kwargs"
+        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            return (
+                f"has an argument {name!r} that is keyword-only, *args or **kwargs; make it a"
+                " plain one"
             )
-        if parameter.name not in arguments:
-            raise RegistrationError(
-                f"{where} takes {parameter.name!r}; {event} has {', '.join(arguments) or 'none'}"
-            )
-
-
-def _suggest_event(event: str) -> str:
-    near = difflib.get_close_matches(event, EVENTS, n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(EVENTS)}"
-
-
-def _name_type(plugin: object) -> str:
-    return plugin.__name__ if isinstance(plugin, ModuleType) else type(plugin).__qualname__
-
-
-def _read_words(plugin: object, attribute: str) -> tuple[str, ...]:
-    words = getattr(plugin, attribute, ())
-    if isinstance(words, str) or not all(isinstance(word, str) for word in words):
-        raise RegistrationError(
-            f"{_name_type(plugin)}.{attribute} = {words!r}: pass a tuple of kinds or names,"
-            f" such as ({words!r},)"
-        )
-    return tuple(words)
+        if name not in EVENTS[event]:
+            return f"takes {name!r}, and {event} has {', '.join(EVENTS[event]) or 'no arguments'}"
+    return None

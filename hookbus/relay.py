@@ -11,20 +11,27 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pluggy
 
 from hookbus import hookspecs
 from hookbus.errors import CallError, OrderError
 from hookbus.ordering import Place, sort
-from hookbus.registration import EVENTS, Registered, check_event
+from hookbus.registration import EVENTS, Registered, explain_unknown_event
 from hookbus.resume import Resume
 from hookbus.save import Save
 
 if TYPE_CHECKING:
     from hookbus.plugins import Plugins
+
+Answers: TypeAlias = list[tuple[Registered, object]]
+
+# Of the call under way, in this thread: pluggy's list of results does not tell whose they are.
+_answers: ContextVar[Answers] = ContextVar("answers")
+_NOTHING = object()
 
 
 class Relay:
@@ -40,7 +47,8 @@ class Relay:
         self._changes = plugins.changes
 
     def __getattr__(self, event: str) -> Callable[..., Any]:
-        check_event(event)
+        if event not in EVENTS:
+            raise AttributeError(explain_unknown_event(event))
         return functools.partial(self._fire, event)
 
     def __dir__(self) -> list[str]:
@@ -71,17 +79,24 @@ class Switchboard:
     """pluggy's plugin manager, kept in our order: sorted per event, lazily, once."""
 
     def __init__(self) -> None:
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self._manager.add_hookspecs(hookspecs)
+        self._manager = _make_manager()
         self._places: dict[str, list[Place]] = {}
-        self._connected: dict[str, list[object]] = {}
+        self._connected: dict[str, list[_Proxy]] = {}
 
-    def forget(self, events: tuple[str, ...]) -> None:
+    def forget(self, events: Iterable[str]) -> None:
         """Sort these events anew before they are fired again."""
         for event in events:
             self._places.pop(event, None)
 
-    def order(self, event: str, entries: list[Registered]) -> list[Place]:
+    def clear(self) -> None:
+        """Let go of every plugin: pluggy's manager refers to itself, and would keep them."""
+        for proxies in self._connected.values():
+            for proxy in proxies:
+                self._manager.unregister(proxy)
+        self._connected.clear()
+        self._places.clear()
+
+    def order(self, event: str, entries: Iterable[Registered]) -> list[Place]:
         if event not in self._places:
             places = sort(event, [entry for entry in entries if event in entry.events])
             for proxy in self._connected.pop(event, ()):
@@ -90,16 +105,36 @@ class Switchboard:
             proxies = [_Proxy(place.entry, event) for place in places]
             for proxy in reversed(proxies):
                 self._manager.register(proxy)
-            self._connected[event] = list(proxies)
+            self._connected[event] = proxies
             self._places[event] = places
         return self._places[event]
 
-    def call(self, event: str, arguments: Mapping[str, object]) -> Any:
-        return getattr(self._manager.hook, event)(**arguments)
+    def ask(self, event: str, arguments: Mapping[str, object]) -> tuple[Any, Answers]:
+        """Call the plugins; return the result, and who answered what, which it does not tell."""
+        return _ask(self._manager, event, arguments)
 
-    def call_one(self, entry: Registered, event: str, arguments: Mapping[str, object]) -> object:
-        """Call one plugin that came too late to be in the list that pluggy goes through."""
-        return _Proxy(entry, event).call(*arguments.values())
+    def ask_one(self, entry: Registered, event: str, arguments: Mapping[str, object]) -> Any:
+        """Call one plugin alone, such as one that came too late for the list of the event."""
+        manager = _make_manager()
+        manager.register(_Proxy(entry, event))
+        return _ask(manager, event, arguments)[0]
+
+
+def _make_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _ask(
+    manager: pluggy.PluginManager, event: str, arguments: Mapping[str, object]
+) -> tuple[Any, Answers]:
+    answers: Answers = []
+    token = _answers.set(answers)
+    try:
+        return getattr(manager.hook, event)(**arguments), answers
+    finally:
+        _answers.reset(token)
 
 
 class _Proxy:
@@ -115,11 +150,9 @@ class _Proxy:
                 return None
             with _speaking(entry, event, given):
                 answer = function(*(given[name] for name in wanted))
-            if answer is not None and isinstance(given.get("resume"), Resume):
-                given["resume"].hear(entry, event, answer)
+            if answer is not None:
+                _answers.get().append((entry, answer))
             return answer
-
-        self.call = call
 
         def call_wrapper(*values: object) -> Generator[None, object, object]:
             given = dict(zip(EVENTS[event], values, strict=True))
@@ -127,7 +160,8 @@ class _Proxy:
                 return (yield)
             with _speaking(entry, event, given):
                 generator = function(*(given[name] for name in wanted))
-                next(generator)
+                if next(generator, _NOTHING) is _NOTHING:
+                    raise RuntimeError("a wrapper must yield exactly once, and it did not yield")
             try:
                 result = yield
             except BaseException as error:
@@ -151,7 +185,7 @@ def _finish(
     except StopIteration as stop:
         return stop.value
     generator.close()
-    raise RuntimeError("a wrapper must yield exactly once")
+    raise RuntimeError("a wrapper must yield exactly once, and it yielded again")
 
 
 def _takes_part(entry: Registered, event: str, given: Mapping[str, object]) -> bool:
@@ -168,9 +202,10 @@ def _speaking(
 ) -> Iterator[None]:
     """Tell the context who is asking, take the time, and name the plugin on what it raises."""
     context = given.get("resume", given.get("save"))
-    contexts = [context] if isinstance(context, (Resume, Save)) else []
-    for each in contexts:
-        each.begin_call(entry)
+    if not isinstance(context, (Resume, Save)):  # an event that knows no sections
+        context = None
+    if context is not None:
+        context.begin_call(entry)
     start = time.perf_counter()
     try:
         yield
@@ -180,8 +215,8 @@ def _speaking(
             error.add_note(f"{entry} broke in {event}: {type(error).__name__}: {error}")
         raise
     finally:
-        for each in contexts:
-            each.end_call(entry, event, time.perf_counter() - start)
+        if context is not None:
+            context.end_call(entry, event, time.perf_counter() - start)
 
 
 def _read_notes(error: BaseException) -> list[str]:

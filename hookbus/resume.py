@@ -13,6 +13,7 @@ import attrs
 
 from hookbus.checkpoint import Checkpoint, Metadata
 from hookbus.errors import (
+    AttachError,
     CallError,
     HookbusError,
     MismatchError,
@@ -129,15 +130,13 @@ class Resume:
     _entries: Callable[[], AbstractSequence[Registered]] = attrs.field(repr=False, alias="entries")
     _fire: Callable[..., Any] = attrs.field(repr=False, alias="fire")
     _may_grow: bool = attrs.field(repr=False, alias="may_grow")
+    _blocked: frozenset[str] = attrs.field(repr=False, alias="blocked")
     sequence: Sequence = attrs.field(factory=Sequence, repr=False, init=False)
     _asking: list[Registered] = attrs.field(factory=list, repr=False, init=False)
     _problems: list[HookbusError] = attrs.field(factory=list, repr=False, init=False)
     event: str | None = attrs.field(default=None, repr=False, init=False)
     _read: set[str] = attrs.field(factory=set, repr=False, init=False)
     _took: dict[str, tuple[str, float]] = attrs.field(factory=dict, repr=False, init=False)
-    answers: dict[str, list[tuple[Registered, object]]] = attrs.field(
-        factory=dict, repr=False, init=False
-    )
 
     def __attrs_post_init__(self) -> None:
         if self.checkpoint is None:
@@ -258,35 +257,41 @@ class Resume:
 
     # -- for the bus ---------------------------------------------------------------------------
 
+    def check_in_time(self, entry: Registered) -> None:
+        """Refuse a plugin whose restore event has gone by: its section would never come back."""
+        if self.sequence.broken or not entry.has_section:
+            return
+        for event in RESTORE_EVENTS if self.stage == "fit" else ("restore_model",):
+            if event in entry.events and event not in self.sequence.list_left():
+                raise AttachError(
+                    f"{entry.name!r} came after {event}, so its section would never be restored;"
+                    " attach it before"
+                )
+
     def takes_part(self, entry: Registered, event: str) -> bool:
         """Whether ``entry`` is called in an event that restores something."""
-        if self.checkpoint is None:
-            return event not in (*RESTORE_EVENTS, "check_state")
-        if self.stage != "fit" and "restore_model" not in entry.events:
-            return event not in (*RESTORE_EVENTS, "check_state")
+        if event in self.sequence.skippable:
+            return False
+        if event not in (*RESTORE_EVENTS, "check_state"):
+            return True
+        if self.checkpoint is None or not self._concerns(entry):
+            return False
         if event == "check_state" and entry.name in self._read:
             return False
-        if event not in (*RESTORE_EVENTS, "check_state") or not entry.has_section:
-            return True
-        return self._judge(entry.name) == "restored"
+        return not entry.has_section or self._judge(entry.name) == "restored"
 
     def collect_problems(self, *, last: bool) -> None:
         """Note sections and plugins that do not find each other; ``last``: nobody else comes."""
         assert self.checkpoint is not None
         entries = {entry.name: entry for entry in self._entries() if entry.has_section}
         for name, entry in entries.items():
-            concerned = self.stage == "fit" or "restore_model" in entry.events
-            if (
-                concerned
-                and self._judge(name) == "missing"
-                and not matches(name, self.request.missing_ok)
-            ):
+            is_missing = self._concerns(entry) and self._judge(name) == "missing"
+            if is_missing and not matches(name, self.request.missing_ok):
                 self._problems.append(self._describe_missing(entry))
-        if self.stage != "fit" or self._is_warm_start:
-            return
         for name, section in self.checkpoint.sections.items():
             due = last or (section.kind in _MODEL_KINDS and self.set_up)
-            if due and name not in entries and not matches(name, self.request.skip):
+            asked = matches(name, self._list_asked()) and not self._is_left_out(name)
+            if due and asked and name not in entries:
                 who = describe(section.plugin, section.distribution, section.distribution_version)
                 self._problems.append(
                     UnclaimedSectionError(
@@ -307,27 +312,19 @@ class Resume:
         ]
 
     def check_patterns(self) -> None:
-        """Raise for `only` and `init_only` that match nothing; note it for the others."""
-        assert self.checkpoint is not None
-        names = {*self.checkpoint.sections, *(entry.name for entry in self._entries())}
-        strict = (
-            {"init_only": self.request.init_only}
-            if self._is_warm_start
-            else {"only": self.request.only or ()}
-        )
-        lenient = {"skip": self.request.skip, "missing_ok": self.request.missing_ok}
-        for argument, patterns in (strict | lenient).items():
-            for pattern in patterns:
-                if any(matches(name, (pattern,)) for name in names):
-                    continue
-                text = f"{argument}=({pattern!r},) matches none of {', '.join(sorted(names))}"
-                if argument in strict:
-                    raise CallError(text)
-                self.report.note(text)
+        """Refuse `only` and `init_only` that match nothing.
+
+        Raises:
+            CallError: each such pattern, and what there is.
+        """
+        argument = "init_only" if self._is_warm_start else "only"
+        patterns = self.request.init_only if self._is_warm_start else self.request.only or ()
+        unmatched = self._list_unmatched(argument, patterns)
+        raise_all("nothing was changed", [CallError(text) for text in unmatched])
 
     def raise_problems(self, when: str) -> None:
         problems, self._problems = self._problems, []
-        raise_all(f"{len(problems)} problems {when}, and nothing was changed", problems)
+        raise_all(f"{len(problems)} problems {when}", problems)
 
     def begin_call(self, entry: Registered) -> None:
         self._asking.append(entry)
@@ -337,10 +334,6 @@ class Resume:
         if entry.name in self._read and entry.name not in self._took:
             self._took[entry.name] = (event, seconds)
 
-    def hear(self, entry: Registered, event: str, answer: object) -> None:
-        """Keep who answered what, which pluggy's list of results does not tell."""
-        self.answers.setdefault(event, []).append((entry, answer))
-
     def complete_report(self) -> None:
         """Say what became of each section of the checkpoint and of each plugin that saves."""
         entries = {entry.name: entry for entry in self._entries() if entry.has_section}
@@ -348,7 +341,8 @@ class Resume:
             status = self._judge(name)
             if status == "restored" and name not in self._read:
                 status = "fresh"
-                logger.warning("%s has a section and did not read it", entry)
+                if self._concerns(entry):
+                    logger.warning("%s has a section and did not read it", entry)
             self.report.add(
                 name, entry.kind or "", type(entry.plugin).__qualname__, entry.distribution, status
             )
@@ -358,8 +352,14 @@ class Resume:
                 self.report.set_status(name, status, event=event, seconds=seconds, bytes=size)
         for name, section in self.checkpoint.sections.items() if self.checkpoint else ():
             if name not in entries:
-                status = "skipped" if matches(name, self.request.skip) else "unclaimed"
+                status = "skipped" if self._is_left_out(name) else "unclaimed"
                 self.report.add(name, section.kind, section.plugin, section.distribution, status)
+                if self._is_blocked(name) and not matches(name, self.request.skip):
+                    self.report.note("left alone, since its plugin is blocked", name)
+                    logger.warning("section %r is left alone, since its plugin is blocked", name)
+        for argument in ("skip", "missing_ok") if self.checkpoint else ():
+            for text in self._list_unmatched(argument, getattr(self.request, argument)):
+                self.report.note(text)
 
     @property
     def grown_up(self) -> bool:
@@ -369,6 +369,36 @@ class Resume:
     @property
     def _is_warm_start(self) -> bool:
         return self.fresh and self.checkpoint is not None
+
+    def _concerns(self, entry: Registered) -> bool:
+        """Whether this stage restores what a plugin saves."""
+        return self.stage == "fit" or "restore_model" in entry.events
+
+    def _list_asked(self) -> AbstractSequence[str]:
+        """Return patterns of the sections that were asked for, so that somebody must be there."""
+        if self._is_warm_start:
+            return self.request.init_only
+        return ("*",) if self.stage == "fit" else self.request.only or ()
+
+    def _is_blocked(self, name: str) -> bool:
+        """Whether a section is of a plugin that is blocked, or of what such a one looked after."""
+        assert self.checkpoint is not None
+        section = self.checkpoint.sections[name]
+        return bool(self._blocked & {name, section.distribution}) or name in self.components
+
+    def _is_left_out(self, name: str) -> bool:
+        return matches(name, self.request.skip) or self._is_blocked(name)
+
+    def _list_unmatched(self, argument: str, patterns: Iterable[str]) -> list[str]:
+        assert self.checkpoint is not None
+        names = {*self.checkpoint.sections, *(entry.name for entry in self._entries())}
+        if argument != "missing_ok":
+            names.update(self.request.missing_ok)
+        return [
+            f"{argument}=({pattern!r},) matches none of {', '.join(sorted(names))}"
+            for pattern in patterns
+            if not any(matches(name, (pattern,)) for name in names)
+        ]
 
     def _judge(self, name: str) -> Status:
         """Return what becomes of a section: restored, skipped, missing, fresh or empty."""
@@ -399,7 +429,7 @@ class Resume:
 
     def _open_section(self) -> tuple[Checkpoint, str]:
         who = self._who()
-        if self.checkpoint is None or self.sequence.ended:
+        if self.checkpoint is None or (self.sequence.ended and self.event is None):
             raise ResumeError(f"{who}: there is no checkpoint to read from")
         if self._judge(who.name) != "restored":
             raise ResumeError(f"{who}: its section is {self._judge(who.name)} in this resume")

@@ -11,6 +11,8 @@ from hookbus.checkpoint import Checkpoint
 from hookbus.errors import CallError
 from hookbus.logs import logger
 from hookbus.plugins import Plugins
+from hookbus.registration import Registered
+from hookbus.relay import Answers
 from hookbus.resume import Resume
 from hookbus.saver import LEFT_NOTE
 from hookbus.sequence import RESTORE_EVENTS
@@ -32,9 +34,10 @@ def fire(
     resume.event = event
     try:
         _get_ready(event, resume, plugins, watch)
-        result = plugins.call(event, arguments)
-        _follow_up(event, resume, plugins)
-        resume.raise_problems(f"in {event}")
+        there = set(plugins.entries)
+        result, answers = plugins.ask(event, arguments)
+        _follow_up(event, resume, plugins, there, answers)
+        resume.raise_problems(f"came up in {event}")
     except BaseException:
         abandon(resume, event)
         raise
@@ -70,21 +73,23 @@ def _get_ready(event: str, resume: Resume, plugins: Plugins, watch: Watch) -> No
     if event == "resume_start":
         _verify(resume, resume.checkpoint, watch)
     elif event in RESTORE_EVENTS and event not in resume.sequence.skippable:
-        last = event == "restore_training_state" or resume.grown_up
+        final = "restore_training_state" if resume.stage == "fit" else "restore_model"
+        last = event == final or resume.grown_up
         _check(resume, plugins, last=last)
 
 
-def _follow_up(event: str, resume: Resume, plugins: Plugins) -> None:
+def _follow_up(
+    event: str, resume: Resume, plugins: Plugins, there: set[Registered], answers: Answers
+) -> None:
     match event:
         case "resume_start" if resume.checkpoint is not None:
-            if resume.grown_up:
-                resume.check_patterns()
+            resume.check_patterns()
             _check(resume, plugins, last=resume.grown_up)
             _note_changes(resume, resume.checkpoint)
         case "on_setup":
-            _set_up(resume, plugins)
+            _set_up(resume, plugins, there)
         case "configure_sharded":
-            _put_in_place(resume, plugins)
+            _put_in_place(resume, plugins, answers)
         case "resume_end":
             resume.complete_report()
 
@@ -102,27 +107,26 @@ def _verify(resume: Resume, checkpoint: Checkpoint, watch: Watch) -> None:
 def _check(resume: Resume, plugins: Plugins, *, last: bool) -> None:
     resume.collect_problems(last=last)
     plugins.call("check_state", {"resume": resume})
-    resume.raise_problems("were found")
+    resume.raise_problems("were found, and nothing was changed")
 
 
-def _set_up(resume: Resume, plugins: Plugins) -> None:
+def _set_up(resume: Resume, plugins: Plugins, there: set[Registered]) -> None:
+    """Set up what came to life in the event too, and ask on which side weights come back."""
     if resume.request.setup is not None:
-        there = list(plugins.entries)
         resume.request.setup(resume)
-        arguments = {"resume": resume, "stage": resume.stage}
-        for entry in [each for each in plugins.entries if each not in there]:
-            if "on_setup" in entry.events:
-                plugins.call_one(entry, "on_setup", arguments)
+    while late := [p.entry for p in plugins.order("on_setup") if p.entry not in there]:
+        for entry in late:
+            there.add(entry)
+            plugins.ask_one(entry, "on_setup", {"resume": resume, "stage": resume.stage})
     if resume.checkpoint is not None:
-        plugins.call("restore_before_configure_sharded", {"resume": resume})
-        answers = resume.answers.get("restore_before_configure_sharded", [])
+        _, answers = plugins.ask("restore_before_configure_sharded", {"resume": resume})
         resume.report.sharded_first = [entry.name for entry, answer in answers if answer is False]
         resume.sequence.behind = bool(resume.report.sharded_first)
 
 
-def _put_in_place(resume: Resume, plugins: Plugins) -> None:
+def _put_in_place(resume: Resume, plugins: Plugins, heard: Answers) -> None:
     """Let what `configure_sharded` returned take the models' places."""
-    answers = [(str(entry), what) for entry, what in resume.answers.get("configure_sharded", [])]
+    answers = [(str(entry), what) for entry, what in heard]
     if resume.request.configure_sharded is not None:
         what = resume.request.configure_sharded(resume)
         if what is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import os
 import sys
@@ -12,10 +13,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from hookbus.checkpoint import Checkpoint, write_checkpoint
-from hookbus.errors import CallError, SaveError, raise_all
+from hookbus.checkpoint import Checkpoint, RunLock, write_checkpoint
+from hookbus.errors import CallError, HookbusError, SaveError, raise_all
 from hookbus.logs import logger
-from hookbus.registration import Registered
+from hookbus.registration import Registered, name_type
 from hookbus.save import Save
 from hookbus.settings import read_settings, read_versions
 
@@ -52,6 +53,7 @@ class Saver:
     """Writes the checkpoints of one run."""
 
     run: Path
+    lock: RunLock
     run_id: str
     last: Checkpoint | None
     entries: Callable[[], Sequence[Registered]]
@@ -73,7 +75,8 @@ class Saver:
         """Refuse a save at a moment at which the state may not be whole.
 
         Raises:
-            SaveError: in a forked child, another thread, or while an exception is handled.
+            SaveError: in a forked child, another thread, while an exception is handled, or when a
+                newer bus has taken the run over.
         """
         if os.getpid() != self._process:
             raise SaveError(
@@ -87,6 +90,7 @@ class Saver:
                 f"save() was called while {type(handled).__name__} is being handled, so the batch"
                 " in hand may be half done; the last checkpoint is whole"
             )
+        self._check_lock()
 
     def save(self, step: int | None, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
         self.check_moment()
@@ -105,9 +109,13 @@ class Saver:
         return self.write(self.pace.step, cleaned, "asked")
 
     def write_asked(self) -> None:
-        """Write the save that was asked for, if any: the state is whole now."""
-        if self.asked is not None and self.pace is not None:
+        """Write the save that was asked for, if any: the state is whole now.
+
+        What this process was forked from writes it, and not its child.
+        """
+        if self.asked is not None and self.pace is not None and os.getpid() == self._process:
             asked, self.asked = self.asked, None
+            self._check_lock()
             self.write(self.pace.step, asked, "asked")
 
     def write(self, step: int, metrics: Mapping[str, float], why: str) -> Checkpoint:
@@ -116,11 +124,18 @@ class Saver:
         Streams are noted before the first plugin is asked and put back at the end, so that a
         plugin which draws while it saves changes neither the checkpoint nor the run.
         """
-        pace = self.pace
-        if pace is not None:
-            metrics = {**_clean_metrics(pace.metrics), **metrics}
-        save = Save(step, metrics, self.components)
+        if self.pace is not None:
+            metrics = {**_clean_metrics(self.pace.metrics), **metrics}
         self.fire("note_streams", slot="now")
+        try:
+            self.last = self._commit(Save(step, metrics, self.components), why)
+            self.fire("save_end", checkpoint=self.last)
+        finally:
+            self.fire("put_streams", slot="now")
+        return self.last
+
+    def _commit(self, save: Save, why: str) -> Checkpoint:
+        pace = self.pace
         self.fire("save_start", save=save)
         self.fire("save_state", save=save)
         sections = save.collect_sections(self.entries())
@@ -129,32 +144,36 @@ class Saver:
             logger.warning(
                 "step %d is saved as things stand: %s; what stands after it in the body is not run"
                 " again after a resume",
-                step,
+                save.step,
                 LEFT_NOTE,
             )
         total = sum(part.flat.bytes for each in sections for part in each.parts.values())
-        with self.watch("writing", self.run, step, total) as on_bytes:
+        with self.watch("writing", self.run, save.step, total) as on_bytes:
             checkpoint = write_checkpoint(
                 self.run,
                 run_id=self.run_id,
-                step=step,
+                step=save.step,
                 sections=sections,
                 progress=pace.position if pace else {},
-                metrics=metrics,
+                metrics=save.metrics,
                 settings=read_settings(),
                 versions=read_versions(),
                 why=why,
                 notes=[LEFT_NOTE] if left else [],
                 on_bytes=on_bytes,
             )
-        self.last = checkpoint
         if pace is not None:
             pace.metrics.clear()
         self.note_position()
-        self.fire("put_streams", slot="now")
-        logger.info("step %d is committed: %s", step, checkpoint.path)
-        self.fire("save_end", checkpoint=checkpoint)
+        logger.info("step %d is committed: %s", save.step, checkpoint.path)
         return checkpoint
+
+    def _check_lock(self) -> None:
+        if self.lock.lost:
+            raise SaveError(
+                f"a newer bus of this process took {self.run} over; save through that one"
+            )
+        self.lock.renew()
 
     def _check_step(self, step: int | None) -> int:
         if step is None:
@@ -172,12 +191,19 @@ def _clean_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
         return {}
     if not isinstance(metrics, Mapping):
         raise CallError(f"metrics={metrics!r}: pass a dict of names and numbers")
-    cleaned, problems = {}, []
+    cleaned: dict[str, float] = {}
+    problems: list[HookbusError] = []
     for name, value in metrics.items():
-        number = value.item() if hasattr(value, "item") and getattr(value, "size", 1) else value
-        if isinstance(name, str) and isinstance(number, (int, float)):
-            cleaned[name] = number if type(number) in (int, float) else float(number)
+        number = value
+        with contextlib.suppress(
+            AttributeError, RuntimeError, TypeError, ValueError
+        ):  # of more than one element
+            number = value.item()
+        if not isinstance(name, str):
+            problems.append(CallError(f"metrics: {name!r} is no name; pass a str"))
+        elif not isinstance(number, (int, float)):
+            problems.append(CallError(f"metrics[{name!r}]: {name_type(value)} is no number"))
         else:
-            problems.append(CallError(f"metrics[{name!r}]: {type(value).__name__} is no number"))
+            cleaned[name] = number if type(number) in (int, float) else float(number)
     raise_all("metrics cannot be saved", problems)
     return cleaned

@@ -13,8 +13,9 @@ class Transfer:
     """Tell how many bytes of a checkpoint have gone by.
 
     One object is handed to each `transfer` event of one pass, with ``done`` (bytes) and
-    ``seconds`` moved on between them; ``done`` equals ``total`` at the end. One that broke off
-    has ``failed`` set in its last event.
+    ``seconds`` moved on between them. ``ended`` is set in the last event only: all bytes may have
+    gone by while a damaged one is still to be told of, or the commit is to come. ``failed`` says
+    that it ended with an exception.
     """
 
     what: Literal["writing", "verifying", "reading"]
@@ -23,4 +24,5 @@ class Transfer:
     total: int
     done: int = 0
     seconds: float = 0.0
+    ended: bool = False
     failed: bool = False

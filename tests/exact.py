@@ -8,6 +8,7 @@ and goes on. Nothing of the first run is kept but the run directory.
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,9 @@ class Parts:
 
 class Cut(Exception):
     """The process is gone."""
+
+
+CUT: list[Any] = ["cut"]
 
 
 class _Cutter:
@@ -86,7 +90,10 @@ def run_bus(
     block: tuple[str, ...] = (),
     **options: Any,
 ) -> list[Any]:
-    """Run on a bus, saving at some places; at ``cut`` the run ends with `Cut` after its save."""
+    """Run on a bus, saving at some places; at ``cut`` the run ends after its save.
+
+    Returns the digest, or `CUT` if the run was cut.
+    """
     seed(seed_number)
     parts = build()
     saves = {*saves, cut}
@@ -110,6 +117,10 @@ def run_bus(
             parts.tail(epoch)
             ask(("tail", epoch, 0))
         return digest(parts.attached)
+    except Cut as cut_short:
+        # As a process would: loaders and their workers go now, not when garbage is collected.
+        traceback.clear_frames(cut_short.__traceback__)
+        return CUT
     finally:
         bus._let_go()
 

@@ -211,3 +211,23 @@ MODULE = torch.nn.Linear(1, 1)
 )
 def test_what_is_no_list_of_callbacks_is_left_to_others(component: object) -> None:
     assert builtin_plugins.callbacks.plugin_for("x", component) is None
+
+
+class Lookahead:
+    """A wrapper that has the two methods and no base class."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
+
+
+def test_a_list_of_wrapped_optimizers_goes_to_who_knows_optimizers() -> None:
+    with hookbus.HookBus() as bus:
+        bus.attach(model=MODULE, optimizers=[Lookahead(torch.optim.Adam(MODULE.parameters()))])
+        assert [each.kind for each in bus.plugins if each.name == "optimizers"] == ["optimizer"]

@@ -132,7 +132,7 @@ def test_state_comes_back_when_each_event_is_fired_by_hand(tmp_path: Path) -> No
 
 def test_the_model_is_built_from_data_that_is_set_up(tmp_path: Path) -> None:
     """Source: Lightning-AI/pytorch-lightning#5410"""
-    heads = []
+    heads: list[torch.Tensor] = []
     for _ in range(2):
         data = Data()
         model = Model(data)
@@ -148,7 +148,7 @@ def test_the_model_is_built_from_data_that_is_set_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_another_stage_is_passed_on_and_the_state_comes_back_too(
-    stage: str, tmp_path: Path
+    stage: Any, tmp_path: Path
 ) -> None:
     make_saved(tmp_path)
     data = Data()
@@ -166,6 +166,22 @@ def test_two_methods_are_enough(tmp_path: Path) -> None:
         bus.attach(data=data)
         bus.resume(tmp_path)
     assert data.calls == ["setup fit"]
+
+
+class Noting(Plain):
+    """A datamodule that only leaves a word in the checkpoint."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["revision"] = "abc"
+
+
+def test_what_is_only_noted_for_people_is_saved_and_asks_for_nothing(tmp_path: Path) -> None:
+    save(tmp_path, Noting())
+    [checkpoint] = hookbus.checkpoints(tmp_path)
+    assert checkpoint.read("data") == {"checkpoint": {"revision": "abc"}}
+    with hookbus.HookBus() as bus:
+        bus.attach(data=Noting())
+        bus.resume(tmp_path)
 
 
 def test_a_state_that_appeared_or_vanished_is_a_problem_with_the_way_out(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.amp.grad_scaler import GradScaler
 
@@ -48,6 +48,7 @@ def resume(run: Path, scaler: GradScaler, **options: Any) -> hookbus.Report:
         return bus.resume(run, **options).report
 
 
+@settings(max_examples=30, deadline=None)
 @given(overflows=st.lists(st.booleans(), max_size=8), cut=st.integers(0, 8))
 def test_scale_and_growth_tracker_are_the_same_at_each_later_step(
     overflows: list[bool], cut: int, tmp_path_factory: pytest.TempPathFactory
@@ -66,6 +67,48 @@ def test_scale_and_growth_tracker_are_the_same_at_each_later_step(
         step(scaler, overflow=overflow)
         step(resumed, overflow=overflow)
         assert read_scaler(resumed) == read_scaler(scaler)
+
+
+def make_components(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return {"model": model, "optimizer": optimizer, "scaler": make_scaler()}
+
+
+def train(model: Any, optimizer: Any, scaler: Any, batches: range) -> list[torch.Tensor]:
+    for batch in batches:
+        optimizer.zero_grad()
+        factor = float("inf") if batch == 2 else 1.0 + batch
+        scaler.scale(model(torch.ones(1, 2)).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize("cut", range(7))
+def test_training_with_a_scaler_ends_with_the_same_bits(cut: int, tmp_path: Path) -> None:
+    expected = train(**make_components(0), batches=range(6))
+    components = make_components(0)
+    with hookbus.HookBus() as bus:
+        bus.attach(**components)
+        bus.resume(tmp_path)
+        train(**components, batches=range(cut))
+        bus.save(step=cut)
+    resumed = make_components(1)
+    with hookbus.HookBus() as bus:
+        bus.attach(**resumed)
+        bus.resume(tmp_path)
+    for one, other in zip(train(**resumed, batches=range(cut, 6)), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_scaler_comes_back_before_the_optimizer() -> None:
+    """Source: mosaicml/composer#1376"""
+    with hookbus.HookBus() as bus:
+        bus.attach(**make_components(0))
+        order = [place.name for place in bus.order("restore_training_state")]
+    assert order.index("scaler") < order.index("optimizer")
 
 
 def test_a_scaler_that_is_not_restored_goes_another_way() -> None:

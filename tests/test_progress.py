@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 import hookbus
 from builtin_plugins.progress import SHOWN_FROM, Progress
+from hookbus.errors import CorruptCheckpointError
 from hookbus.transfer import Transfer
 
 
@@ -58,6 +60,8 @@ def pass_through(transfer: Transfer, progress: Progress) -> None:
     for done in (0, transfer.total // 2, transfer.total):
         transfer.done, transfer.seconds = done, 2.0 * done / transfer.total
         progress.transfer(transfer)
+    transfer.ended = True
+    progress.transfer(transfer)
 
 
 def test_a_big_transfer_draws_a_bar_and_ends_in_one_line() -> None:
@@ -70,17 +74,21 @@ def test_a_big_transfer_draws_a_bar_and_ends_in_one_line() -> None:
         assert "━" in bar
         transfer.done, transfer.seconds = transfer.total, 2.0
         progress.transfer(transfer)
-        progress.transfer(transfer)  # the end may be told twice
+        assert "read step 300" not in terminal.read()  # what is read need not be right
+        transfer.ended = True
+        progress.transfer(transfer)
         ending = terminal.read()
         assert ending.count("read step 300: 134.2 MB in 2.0 s, 0.07 GB/s\r\n") == 1
         assert ending.index("\x1b[2K") < ending.index("read step 300")  # the bar is wiped out first
 
 
-def test_the_cursor_stays_visible_even_if_a_transfer_never_ends() -> None:
+def test_a_bar_takes_no_thread_no_stdout_and_no_cursor() -> None:
     with Terminal() as terminal:
+        threads, stdout = threading.active_count(), sys.stdout
         Progress().transfer(make_transfer())
         shown = terminal.read()
         assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+        assert (threading.active_count(), sys.stdout) == (threads, stdout)
 
 
 def test_a_transfer_that_failed_takes_its_bar_away_and_claims_nothing() -> None:
@@ -89,10 +97,9 @@ def test_a_transfer_that_failed_takes_its_bar_away_and_claims_nothing() -> None:
         progress = Progress()
         progress.transfer(transfer)
         terminal.read()
-        transfer.failed = True
-        for done in (5, transfer.total):
-            transfer.done = done
-            progress.transfer(transfer)
+        transfer.done = transfer.total
+        transfer.ended = transfer.failed = True
+        progress.transfer(transfer)
         assert terminal.read().endswith("\x1b[2K")
 
 
@@ -100,8 +107,12 @@ def test_a_transfer_that_went_silent_gives_way_to_the_next() -> None:
     with Terminal() as terminal:
         progress = Progress()
         progress.transfer(make_transfer(done=5))
-        pass_through(make_transfer(), progress)
-        assert terminal.read().count("read step 300: ") == 1
+        terminal.read()
+        other = make_transfer()
+        other.step = 301
+        progress.transfer(other)
+        shown = terminal.read()
+        assert shown.rindex("\x1b[2K") < shown.index("reading step 301")
 
 
 def test_a_small_transfer_is_not_worth_a_line() -> None:
@@ -132,3 +143,22 @@ def test_a_bus_tells_of_writing_and_verifying(tmp_path: Path) -> None:
         shown = terminal.read()
         for word in ("wrote", "verified"):
             assert shown.count(f"{word} step 1: 67.1 MB") == 1
+
+
+def test_a_verification_that_fails_does_not_claim_to_be_done(tmp_path: Path) -> None:
+    weights = torch.ones(SHOWN_FROM // 4 + 1)
+    with hookbus.HookBus() as bus:
+        bus.attach(weights=weights)
+        bus.resume(tmp_path)
+        bus.save(step=1)
+    file = tmp_path / "step-00000001" / "weights.safetensors"
+    with file.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        stream.write(b"\1")
+    with Terminal() as terminal, hookbus.HookBus() as bus:
+        bus.attach(weights=weights)
+        with pytest.raises(CorruptCheckpointError):
+            bus.resume(tmp_path)
+        shown = terminal.read()
+        assert "verifying step 1" in shown
+        assert "verified" not in shown

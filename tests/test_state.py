@@ -27,7 +27,7 @@ def save(run: Path, **components: object) -> None:
         bus.save(step=1)
 
 
-def resume(run: Path, skip: tuple[str, ...] = (), **components: object) -> hookbus.Report:
+def resume(run: Path, skip: tuple[str, ...] = (), /, **components: object) -> hookbus.Report:
     with hookbus.HookBus() as bus:
         bus.attach(**components)
         return bus.resume(run, skip=skip).report
@@ -79,21 +79,36 @@ VALUES = st.recursive(LEAVES, extend_values, max_leaves=8)
 DICTS = st.dictionaries(KEYS, VALUES, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
-@given(saved=DICTS, live=DICTS)
+def scramble(value: Any) -> Any:
+    """Make something alike: the same tensors without their contents, dicts in another order."""
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        members = [(key, scramble(value[key])) for key in reversed(value)]
+        return OrderedDict(members) if type(value) is dict else dict(members)
+    if isinstance(value, list | tuple | deque):
+        return type(value)(map(scramble, value))  # a deque without its limit
+    return None
+
+
+@settings(max_examples=80, deadline=None)
+@given(saved=DICTS, other=DICTS, is_alike=st.booleans())
 def test_a_dict_comes_back_as_it_was_whatever_it_holds_by_now(
-    saved: dict[Any, Any], live: dict[Any, Any], tmp_path_factory: pytest.TempPathFactory
+    saved: dict[Any, Any],
+    other: dict[Any, Any],
+    is_alike: bool,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     run = tmp_path_factory.mktemp("run")
     before = spell(saved)
     save(run, values=saved)
     assert spell(saved) == before
-    containers = [member for member in live.values() if isinstance(member, dict | list)]
+    live = dict(scramble(saved)) if is_alike else other
+    tensors = {key: member for key, member in live.items() if isinstance(member, torch.Tensor)}
     resume(run, values=live)
     assert spell(live) == before
-    for key, member in live.items():
-        if isinstance(member, dict | list) and any(member is each for each in containers):
-            assert spell(member) == spell(saved[key])
+    if is_alike:
+        assert all(live[key] is tensor for key, tensor in tensors.items())
 
 
 @pytest.mark.parametrize(
@@ -120,7 +135,7 @@ def test_spelling_tells_apart_what_python_calls_equal(one: object, other: object
         (deque([1, 2, 3], maxlen=3), deque([9], maxlen=3)),
         (Counter(a=2, b=0), Counter(a=7, c=1)),
         (OrderedDict(b=1, a=2), OrderedDict(a=0, b=0)),
-        (defaultdict(int, a=1), defaultdict(int)),
+        (defaultdict(int, a=1), defaultdict(list)),
     ],
 )
 def test_every_container_stays_the_same_object(saved: Any, live: Any, tmp_path: Path) -> None:
@@ -143,12 +158,43 @@ def test_containers_and_tensors_inside_stay_the_same_objects(tmp_path: Path) -> 
         assert history[0] is first
 
 
-def test_the_metadata_of_a_kept_state_dict_comes_back(tmp_path: Path) -> None:
-    save(tmp_path, best={"weights": torch.nn.BatchNorm1d(2).state_dict()})
-    live: dict[str, Any] = {"weights": OrderedDict(other=1)}
-    resume(tmp_path, best=live)
+@pytest.mark.parametrize(
+    ("saved", "live", "fits"),
+    [
+        (torch.ones(2), torch.zeros(2), True),
+        (torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2)), True),
+        (torch.ones(2, 3), torch.zeros(3, 2).t(), True),
+        (torch.ones(2), torch.zeros(1), False),
+        (torch.ones(2), torch.zeros(2, dtype=torch.int64), False),
+        (torch.ones(2), torch.nn.Parameter(torch.zeros(2)), False),
+        (
+            torch.nn.Parameter(torch.ones(2)),
+            torch.nn.Parameter(torch.zeros(2), requires_grad=False),
+            False,
+        ),
+        (torch.ones(2), 0.0, False),
+    ],
+)
+def test_in_a_dict_that_has_grown_a_tensor_is_filled_if_it_fits_and_replaced_if_not(
+    saved: torch.Tensor, live: Any, fits: bool, tmp_path: Path
+) -> None:
+    save(tmp_path, values={"a": saved, "more": torch.ones(1)})
+    values = {"a": live}
+    resume(tmp_path, values=values)
+    assert spell(values) == spell({"a": saved, "more": torch.ones(1)})
+    assert (values["a"] is live) == fits
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_the_metadata_of_a_kept_state_dict_comes_back(has_weights: bool, tmp_path: Path) -> None:
     module = torch.nn.BatchNorm1d(2)
-    assert live["weights"]._metadata == module.state_dict()._metadata
+    save(tmp_path, best={"weights": module.state_dict()})
+    live: dict[str, Any] = {}
+    if has_weights:
+        live["weights"] = OrderedDict(other=1)
+        live["weights"].stale = True
+    resume(tmp_path, best=live)
+    assert vars(live["weights"]) == vars(module.state_dict())
     module.load_state_dict(live["weights"])
 
 
@@ -168,6 +214,26 @@ def test_two_tensors_do_not_become_one(tmp_path: Path) -> None:
     live = {"a": tensor, "b": tensor}
     resume(tmp_path, values=live)
     assert (live["a"].item(), live["b"].item()) == (1.0, 2.0)
+
+
+def test_a_tensor_of_another_layout_stays_in_its_dict(tmp_path: Path) -> None:
+    save(tmp_path, values={"a": torch.arange(6.0).reshape(2, 3)})
+    tensor = torch.zeros(3, 2).t()
+    live = {"a": tensor}
+    resume(tmp_path, values=live)
+    assert live["a"] is tensor
+    assert torch.equal(tensor, torch.arange(6.0).reshape(2, 3))
+
+
+def test_a_default_device_does_not_lead_tensors_astray(tmp_path: Path) -> None:
+    """Source: huggingface/lerobot#4009"""
+    save(tmp_path, values={"a": torch.tensor([1.0])}, table=torch.tensor([2.0]))
+    live: dict[str, Any] = {}
+    table = torch.zeros(1)
+    with torch.device("meta"):
+        resume(tmp_path, values=live, table=table)
+    assert live["a"].device == table.device == torch.device("cpu")
+    assert (live["a"].item(), table.item()) == (1.0, 2.0)
 
 
 def test_what_the_checkpoint_does_not_have_is_dropped_and_noted(tmp_path: Path) -> None:
@@ -279,7 +345,7 @@ def test_another_class_is_a_problem_that_names_both(
         f"ema: saved by a {names[0]}, run has a {names[1]}; pass skip=('ema',) to start it fresh"
     )
     before = copy.deepcopy(live)
-    resume(tmp_path, skip=("ema",), ema=live)
+    resume(tmp_path, ("ema",), ema=live)
     assert spell(getattr(live, "shadow", live)) == spell(getattr(before, "shadow", before))
 
 

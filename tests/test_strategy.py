@@ -168,6 +168,14 @@ def test_a_strategy_without_a_state_has_no_section_and_may_come_and_go(tmp_path:
         bus.resume(tmp_path)
 
 
-@pytest.mark.parametrize("component", [Sharding, make_model(0), SimpleNamespace(), {}, 1])
+class ShardedModel(torch.nn.Linear):
+    """A model with a method of a strategy's name."""
+
+    def configure_sharded(self, model: torch.nn.Module) -> None: ...
+
+
+@pytest.mark.parametrize(
+    "component", [Sharding, ShardedModel(1, 1), make_model(0), SimpleNamespace(), {}, 1]
+)
 def test_what_is_no_strategy_is_left_to_others(component: object) -> None:
     assert builtin_plugins.strategy.plugin_for("x", component) is None

@@ -15,7 +15,7 @@ import attrs
 import numpy
 import torch
 
-from hookbus.checkpoint.leaves import read_dtype
+from hookbus.checkpoint.leaves import name_type, read_dtype
 from hookbus.checkpoint.tensors import dtype_name
 from hookbus.errors import StateError
 
@@ -150,8 +150,3 @@ DECODERS: dict[str, Callable[[Any], object]] = {
     "$dict": dict,
     "$scalar": _decode_scalar,
 }
-
-
-def name_type(value: object) -> str:
-    kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")

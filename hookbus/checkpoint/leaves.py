@@ -7,9 +7,8 @@ the name of a dense one, or a dict with the names of the parts of a sparse or qu
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import numpy
@@ -22,9 +21,8 @@ from hookbus.errors import StateError
 LEAVES = ("$tensor", "$parameter", "$array", "$blob")
 LONG = 4096  # bytes from which on a bytes or bytearray is stored beside the tensors
 
-Path = tuple["Path | None", object]  # the path of the holder, and the last step
+KeyPath = tuple["KeyPath | None", object]  # the path of the holder, and the last step
 Node = dict[str, Any]
-_Tensor = TypeVar("_Tensor", torch.Tensor, TensorInfo)
 
 _ARRAYS = {
     *(numpy.dtype(f"int{bits}") for bits in (8, 16, 32, 64)),
@@ -41,7 +39,7 @@ _COMPRESSED = {
 _QUANTIZED = {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}
 
 
-def list_steps(path: Path | None) -> list[object]:
+def list_steps(path: KeyPath | None) -> list[object]:
     """Return the keys and positions that lead to a place in a state."""
     steps = []
     while path is not None:
@@ -50,7 +48,12 @@ def list_steps(path: Path | None) -> list[object]:
     return steps[::-1]
 
 
-def show_path(path: Path | None) -> str:
+def name_type(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def show_path(path: KeyPath | None) -> str:
     return "".join(f"[{step!r}]" for step in list_steps(path)) or "the state itself"
 
 
@@ -59,10 +62,10 @@ class Store:
     """The tensors of one file, by name; one that is met again as the same view keeps its name."""
 
     tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
-    _paths: list[Path | None] = attrs.field(factory=list)
+    _paths: list[KeyPath | None] = attrs.field(factory=list)
     _names: dict[tuple[object, ...], str] = attrs.field(factory=dict)
 
-    def put(self, tensor: torch.Tensor, path: Path | None) -> str:
+    def put(self, tensor: torch.Tensor, path: KeyPath | None) -> str:
         """Keep a dense tensor, shared, and return its name in the file.
 
         Raises:
@@ -88,7 +91,7 @@ class Store:
                 f" {show_path(self._paths[first])} and is another view; pass its .clone())"
             )
 
-    def _choose_name(self, path: Path | None) -> str:
+    def _choose_name(self, path: KeyPath | None) -> str:
         """Join the keys with dots; number the name where that says nothing, or the same twice."""
         steps = list_steps(path)
         wanted = ".".join(s if isinstance(s, str) else repr(s) for s in steps)
@@ -100,21 +103,20 @@ class Store:
 # -- from a value to a node ----------------------------------------------------------------------
 
 
-def encode_tensor(tensor: torch.Tensor, path: Path | None, store: Store) -> Node:
+def encode_tensor(tensor: torch.Tensor, path: KeyPath | None, store: Store) -> Node:
     """Return the node of a tensor or parameter.
 
     Raises:
         StateError: it cannot be stored.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
-        raise StateError(f"{kind}, a subclass of torch.Tensor")
+        raise StateError(f"{name_type(tensor)}, a subclass of torch.Tensor")
     tag = "$tensor" if type(tensor) is torch.Tensor else "$parameter"
     grad = tensor.requires_grad and tensor.is_leaf
     return {tag: [_encode_form(tensor.detach(), path, store), grad]}
 
 
-def _encode_form(tensor: torch.Tensor, path: Path | None, store: Store) -> str | Node:
+def _encode_form(tensor: torch.Tensor, path: KeyPath | None, store: Store) -> str | Node:
     layout = str(tensor.layout).removeprefix("torch.")
     if layout == "sparse_coo":
         parts = {"indices": tensor._indices(), "values": tensor._values()}
@@ -141,7 +143,7 @@ def _encode_form(tensor: torch.Tensor, path: Path | None, store: Store) -> str |
     return {"is": layout, "shape": list(tensor.shape), "parts": names, **extra}
 
 
-def encode_array(array: NDArray[Any], path: Path | None, store: Store) -> Node:
+def encode_array(array: NDArray[Any], path: KeyPath | None, store: Store) -> Node:
     """Return the node of an array; a dtype that torch has not is stored as bytes.
 
     Raises:
@@ -163,7 +165,7 @@ def _view_array(array: NDArray[Any]) -> NDArray[numpy.uint8]:
     return numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
 
 
-def encode_blob(data: bytes | bytearray, path: Path | None, store: Store) -> Node:
+def encode_blob(data: bytes | bytearray, path: KeyPath | None, store: Store) -> Node:
     """Return the node of long bytes; they are copied, since a shared bytearray cannot grow."""
     tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return {"$blob": [store.put(tensor, path), type(data).__name__]}
@@ -211,7 +213,7 @@ def decode_leaf(tag: str, payload: Any, tensors: Mapping[str, torch.Tensor]) -> 
 
 def _decode_array(raw: NDArray[numpy.uint8], name: str, shape: list[int]) -> NDArray[Any]:
     dtype = read_dtype(name)
-    return raw.view(dtype).reshape(shape) if raw.size else numpy.zeros(shape, dtype)
+    return raw.view(dtype).reshape(shape) if dtype.itemsize else numpy.zeros(shape, dtype)
 
 
 def read_dtype(name: str) -> numpy.dtype[Any]:
@@ -246,8 +248,6 @@ def _decode_form(form: Node, tensors: Mapping[str, torch.Tensor]) -> torch.Tenso
             layout=_COMPRESSED[kind][0],
             check_invariants=True,
         )
-    if math.prod(shape) != values.numel():
-        raise ValueError(f"a quantized tensor of shape {list(shape)} and {values.numel()} values")
     if "axis" in form:
         return torch._make_per_channel_quantized_tensor(
             values, parts["scales"], parts["zero_points"], form["axis"]

@@ -101,8 +101,10 @@ def read_manifest(folder: Path) -> tuple[bytes, Manifest]:
         )
     try:
         return data, _read(json.loads(body + b"}"))
-    except (FormatError, LookupError, TypeError, ValueError) as error:
+    except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
+    except Exception as error:  # the seal fits, so somebody else wrote it
+        raise FormatError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _read(written: dict[str, Any]) -> Manifest:

@@ -10,7 +10,7 @@ import attrs
 import numpy
 import torch
 
-from hookbus.checkpoint.leaves import Path, list_steps
+from hookbus.checkpoint.leaves import KeyPath, list_steps
 from hookbus.checkpoint.tensors import (
     TensorInfo,
     dtype_name,
@@ -57,8 +57,7 @@ def match(who: str, saved: object, live: object, *, partial: bool = False) -> li
     problems = comparison.problems + list(_find_ties(comparison.matches, partial))
     if problems:
         raise MismatchError(
-            f"{who}: {len(problems)} of {comparison.count} tensors do not fit:"
-            f" {'; '.join(problems)}"
+            f"{who}: {len(problems)} of {comparison.count} do not fit: {'; '.join(problems)}"
         )
     return comparison.matches
 
@@ -79,8 +78,7 @@ def place(saved: Any, live: Any) -> Any:
         if isinstance(live, tuple):
             return tuple({**ours, **shared}.values())
         for key, value in shared.items():
-            if value is not ours[key]:
-                live[key] = value
+            live[key] = value
     elif isinstance(live, tuple):
         return saved
     else:
@@ -99,7 +97,7 @@ class _Comparison:
     problems: list[str] = attrs.field(factory=list)
     count: int = 0
 
-    def compare(self, saved: object, live: object, path: Path | None) -> None:
+    def compare(self, saved: object, live: object, path: KeyPath | None) -> None:
         if isinstance(saved, Stored) or _is_tensor(live):
             reason = _find_misfit(saved, live)
             if reason is None and isinstance(saved, Stored):
@@ -114,7 +112,7 @@ class _Comparison:
                 self._differ(saved, live, path)
 
     def _compare_children(
-        self, theirs: dict[Any, object], ours: dict[Any, object], path: Path | None
+        self, theirs: dict[Any, object], ours: dict[Any, object], path: KeyPath | None
     ) -> None:
         for key in {**theirs, **ours}:
             if key in theirs and key in ours:
@@ -126,7 +124,7 @@ class _Comparison:
                 for at, value in _list_leaves(ours[key], (path, key)):
                     self._differ(_NOTHING, value, at)
 
-    def _differ(self, saved: object, live: object, path: Path | None, reason: str = "") -> None:
+    def _differ(self, saved: object, live: object, path: KeyPath | None, reason: str = "") -> None:
         self.count += 1
         self.problems.append(f"{_join(path)} saved {_show(saved)}, run has {_show(live)}{reason}")
 
@@ -198,8 +196,8 @@ def _same_kind(saved: object, live: object) -> bool:
 
 
 def _list_leaves(
-    value: object, path: Path | None, above: tuple[int, ...] = ()
-) -> Iterator[tuple[Path | None, object]]:
+    value: object, path: KeyPath | None, above: tuple[int, ...] = ()
+) -> Iterator[tuple[KeyPath | None, object]]:
     """Yield what a state holds that is no container, with its path; an empty container too."""
     children = _list_children(value)
     if not children:
@@ -214,7 +212,7 @@ def _holds_tensors(value: object) -> bool:
     return any(isinstance(leaf, Stored) or _is_tensor(leaf) for leaf in leaves)
 
 
-def _join(path: Path | None) -> str:
+def _join(path: KeyPath | None) -> str:
     return ".".join(map(str, list_steps(path))) or "the state"
 
 

@@ -45,8 +45,7 @@ class TensorFile:
         direct = live.device.type == "cpu" and live.is_contiguous()
         if direct and not live.is_conj() and not live.is_neg():
             self._read(info, split_bytes(view_bytes(live)))
-            if not live.is_inference():
-                torch.autograd.graph.increment_version(live)  # as copy_ would
+            torch.autograd.graph.increment_version(live)  # as copy_ would
         else:
             tensor = allocate(info)
             self._read(info, split_bytes(view_bytes(tensor)))

@@ -17,19 +17,20 @@ import attrs
 import numpy
 import torch
 
-from hookbus.checkpoint.kinds import BY_TYPE, DECODERS, encode_scalar, name_type
+from hookbus.checkpoint.kinds import BY_TYPE, DECODERS, encode_scalar
 from hookbus.checkpoint.leaves import (
     LEAVES,
     LONG,
-    Path,
+    KeyPath,
     Store,
     decode_leaf,
     encode_array,
     encode_blob,
     encode_tensor,
+    name_type,
     show_path,
 )
-from hookbus.errors import FormatError, StateError
+from hookbus.errors import CheckpointError, FormatError, StateError
 
 DEEPEST = 100  # levels; each is a few frames here, and Python stops at a thousand
 
@@ -96,7 +97,9 @@ def rebuild(tree: Any, leaf: Leaf) -> Any:
     """
     try:
         return _decode(tree, leaf)
-    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise FormatError(f"a state's tree cannot be read: {what}") from error
 
@@ -109,7 +112,7 @@ class _Encoder:
     problems: list[str] = attrs.field(factory=list)
     _holders: list[int] = attrs.field(factory=list)
 
-    def encode(self, value: Any, path: Path | None, *, key: bool = False) -> Any:
+    def encode(self, value: Any, path: KeyPath | None, *, key: bool = False) -> Any:
         """Return the node of a value; inside a key or a set there is no place for tensors."""
         try:
             if _is_plain(value):
@@ -127,7 +130,7 @@ class _Encoder:
             self.problems.append(f"{show_path(path)} ({error})")
             return None
 
-    def _encode_node(self, value: Any, path: Path | None, key: bool) -> Any:
+    def _encode_node(self, value: Any, path: KeyPath | None, key: bool) -> Any:
         if isinstance(value, torch.Tensor):
             if key:
                 raise StateError("a tensor as a key or in a set")
@@ -151,7 +154,7 @@ class _Encoder:
 
         return {f"${BY_TYPE[kind].name}": BY_TYPE[kind].encode(value, walk)}
 
-    def _encode_dict(self, value: dict[Any, Any], path: Path | None, key: bool) -> Any:
+    def _encode_dict(self, value: dict[Any, Any], path: KeyPath | None, key: bool) -> Any:
         if all(type(k) is str and k[:1] != "$" and _is_plain(k) for k in value):
             return {k: self.encode(each, (path, k), key=key) for k, each in value.items()}
         pairs = [

@@ -1,0 +1,196 @@
+"""Wherever a run is cut, it goes on with the same data: loaders, samplers, workers, streams."""
+
+from __future__ import annotations
+
+import random
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from exact import CUT, Where, list_places, run_bus, run_plain
+from scenes import data_scene, make_loader
+
+from hookbus.errors import SamplerError
+
+IN_PROCESS = {
+    "sequential": data_scene("sequential"),
+    "shuffle": data_scene("shuffle"),
+    "shuffle, drop last": data_scene("shuffle", drop_last=True),
+    "shuffle, own generator": data_scene("shuffle", generator=True),
+    "not attached": data_scene("shuffle", attach=False),
+    "not attached, own generator": data_scene("shuffle", attach=False, generator=True),
+    "no batching": data_scene("single"),
+    "weighted": data_scene("weighted"),
+    "weighted, own generator": data_scene("weighted", generator=True),
+    "replacement": data_scene("replacement"),
+    "replacement, own generator": data_scene("replacement", generator=True),
+    "subset": data_scene("subset", generator=True),
+    "distributed": data_scene("distributed"),
+    "batch sampler": data_scene("batch sampler"),
+    "uneven batches": data_scene("uneven"),
+    "eager sampler": data_scene("eager"),
+    "eager sampler, python": data_scene("eager python"),
+    "sampler's own random": data_scene("own random"),
+    "sampler with a state": data_scene("own epoch"),
+    "noise of all kinds": data_scene("shuffle", ("torch", "python", "numpy")),
+    "dataset's own generator": data_scene("shuffle", ("own",)),
+    "seeded by index": data_scene("shuffle", ("index",)),
+    "stream": data_scene("stream"),
+    "stream through a buffer": data_scene("stream buffer"),
+    "accumulation": data_scene("shuffle", ("torch",), accumulate=4),
+    "validation": data_scene(validation=lambda: make_loader("sequential")),
+    "shuffled validation": data_scene(validation=lambda: make_loader("shuffle")),
+    "validation, own generator": data_scene(
+        validation=lambda: make_loader("shuffle", generator=True)
+    ),
+    "head and tail draw": data_scene(
+        head=lambda: (torch.rand(1), random.random()), tail=lambda: (torch.rand(1), np.random.rand())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_a_run_cut_at_any_batch_goes_on_bit_for_bit(name: str, tmp_path) -> None:
+    """Source: huggingface/accelerate#2016, #4233, #4071; huggingface/transformers#46628, #11323;
+    Lightning-AI/pytorch-lightning#19764, #5325, #850; NVIDIA-NeMo/Megatron-Bridge#5257.
+    """
+    build = IN_PROCESS[name]
+    expected = run_plain(build)
+    for number, place in enumerate(list_places(build)):
+        assert cut_and_go_on(build, tmp_path / str(number), [place]) == expected, place
+
+
+@pytest.mark.parametrize("name", IN_PROCESS)
+def test_a_run_on_a_bus_is_the_run_without_it(name: str, tmp_path) -> None:
+    """Source: pytorch/pytorch#122697; pytorch/pytorch#164929."""
+    build = IN_PROCESS[name]
+    expected = run_plain(build)
+    assert run_bus(build, tmp_path / "silent") == expected
+    assert run_bus(build, tmp_path / "saving", saves=list_places(build)) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in IN_PROCESS if name != "accumulation"])
+def test_a_run_cut_three_times_in_one_epoch_goes_on_bit_for_bit(name: str, tmp_path) -> None:
+    build = IN_PROCESS[name]
+    cuts: list[Where] = [("body", 1, 1), ("body", 1, 2), ("body", 1, 3), ("tail", 1, 0)]
+    assert cut_and_go_on(build, tmp_path, cuts) == run_plain(build)
+
+
+WORKERS = {
+    "two workers": data_scene("shuffle", num_workers=2),
+    "two workers, own generator": data_scene("shuffle", num_workers=2, generator=True),
+    "two workers, prefetch 4": data_scene("replacement", num_workers=2, prefetch_factor=4),
+    "two workers, not attached": data_scene("shuffle", attach=False, num_workers=2),
+    "two workers, seeded by index": data_scene("shuffle", ("index",), num_workers=2),
+    "two workers, reseeded by index": data_scene("shuffle", ("reseed",), num_workers=2),
+    "two workers that draw, replayed": data_scene(
+        "shuffle", ("torch", "python", "numpy"), num_workers=2, options={"replay": True}
+    ),
+    "persistent workers": data_scene("shuffle", num_workers=2, persistent_workers=True),
+    "persistent workers, not attached": data_scene(
+        "shuffle", attach=False, num_workers=1, persistent_workers=True
+    ),
+    "persistent validation": data_scene(
+        validation=lambda: make_loader("shuffle", num_workers=1, persistent_workers=True)
+    ),
+    "validation with workers": data_scene(
+        validation=lambda: make_loader("sequential", num_workers=1)
+    ),
+    "stream in workers": data_scene("stream", num_workers=2),
+    "stream in workers that draw": data_scene("stream torch", num_workers=2),
+}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_run_with_workers_goes_on_bit_for_bit(name: str, tmp_path) -> None:
+    """Source: huggingface/accelerate#4204, #3110; open-mmlab/mmengine#1520."""
+    build = WORKERS[name]
+    expected = run_plain(build)
+    assert run_bus(build, tmp_path / "silent") == expected
+    cuts: list[Where] = [("body", 0, 2), ("body", 1, 1), ("body", 1, 3), ("tail", 1, 0)]
+    assert cut_and_go_on(build, tmp_path / "all", cuts) == expected
+    for number, cut in enumerate(cuts):
+        assert cut_and_go_on(build, tmp_path / str(number), [cut]) == expected, cut
+
+
+def test_a_run_goes_on_bit_for_bit_with_fewer_workers_or_none(tmp_path) -> None:
+    """Source: huggingface/accelerate#3110."""
+    builds = {n: data_scene("shuffle", num_workers=n) for n in (0, 1, 2)}
+    expected = run_plain(builds[0])
+    for before in builds:
+        for after in builds:
+            run = tmp_path / f"{before}-{after}"
+            assert run_bus(builds[before], run, cut=("body", 1, 2)) is CUT
+            assert run_bus(builds[after], run, seed_number=9) == expected, (before, after)
+
+
+REFUSED = {
+    "lazy memory": (data_scene("lazy memory"), "state_dict"),
+    "lazy sampler": (data_scene("lazy"), "state_dict"),
+    "forgetful epoch": (data_scene("forgetful epoch"), "state_dict"),
+    "workers that draw": (
+        data_scene("shuffle", ("python",), num_workers=1),
+        "pass batches(loader, replay=True)",
+    ),
+    "persistent workers that draw": (
+        data_scene("shuffle", ("numpy",), num_workers=1, persistent_workers=True),
+        "pass batches(loader, inexact_ok=True)",
+    ),
+    "stream that shares a stream": (
+        data_scene("stream torch"),
+        "give the dataset a generator of its own",
+    ),
+    "workers out of order": (data_scene(num_workers=2, in_order=False), "in_order=False"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_data_that_cannot_be_repeated_is_refused_before_a_step(name: str, tmp_path) -> None:
+    build, hint = REFUSED[name]
+    assert run_bus(build, tmp_path, cut=("body", 1, 3)) is CUT
+    with pytest.raises(SamplerError) as caught:
+        run_bus(build, tmp_path, seed_number=9)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if "workers" in name])
+def test_inexact_ok_goes_on_and_says_so(name: str, tmp_path, caplog) -> None:
+    build, _ = REFUSED[name]
+    assert run_bus(build, tmp_path, cut=("body", 1, 3)) is CUT
+    inexact = lambda: attrs.evolve(build(), options={"inexact_ok": True})  # noqa: E731
+    run_bus(inexact, tmp_path, seed_number=9)
+    assert "going on, as inexact_ok=True says" in caplog.text
+
+
+def test_a_changed_batch_size_or_dataset_is_found(tmp_path) -> None:
+    assert run_bus(data_scene(), tmp_path, cut=("body", 1, 2)) is CUT
+    with pytest.raises(SamplerError, match="batch_size=4.*now.*batch_size=3"):
+        run_bus(data_scene(batch_size=3), tmp_path)
+
+
+def test_a_sampler_that_remembers_and_cannot_tell_is_warned_of_once(tmp_path, caplog) -> None:
+    run_bus(data_scene("forgetful epoch"), tmp_path, saves=list_places(data_scene()))
+    warnings = [r for r in caplog.records if "ForgetfulEpoch.epoch changes" in r.message]
+    assert len(warnings) == 1
+
+
+BLOCKED = {
+    "rng": data_scene("sequential"),
+    "loop": data_scene(),
+    "optimizer": data_scene(),
+    "loader": data_scene(),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_negative_control_without_one_of_them_the_bits_differ(name: str, tmp_path) -> None:
+    build = BLOCKED[name]
+    assert run_bus(build, tmp_path, cut=("body", 1, 2), block=(name,)) is CUT
+    assert run_bus(build, tmp_path, seed_number=9, block=(name,)) != run_plain(build)
+
+
+def cut_and_go_on(build, run, cuts: list[Where], **options):
+    for number, cut in enumerate(cuts):
+        assert run_bus(build, run, cut=cut, seed_number=number, **options) is CUT
+    return run_bus(build, run, seed_number=99, **options)
