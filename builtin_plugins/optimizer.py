@@ -78,7 +78,9 @@ class Optimizer:
             may_grow = resume.event != "restore_training_state"
             faults = state.compare(tree, self._names, may_grow=may_grow)
             text = f"{which}{describe_faults(faults)}"
-            if faults and (self.strict or state.is_positional(tree)):
+            if faults and state.is_positional(tree):
+                resume.problem(f"{text}; pass skip=({resume.name!r},) to start it fresh")
+            elif faults and self.strict:
                 resume.problem(
                     f"{text}; to restore what fits, bus.register(builtin_plugins.Optimizer("
                     f"optimizer, strict=False), {resume.name!r}), or with rename={{…}}"

@@ -209,8 +209,8 @@ def release() -> None:
 def transfer(transfer: Transfer) -> None:
     """Fire while a checkpoint is verified, read or written.
 
-    It fires at the start, as bytes go by, and at the end, when ``transfer.done`` equals
-    ``transfer.total``. For progress bars.
+    It fires at the start, as bytes go by, and once more at the end, when ``transfer.ended`` is
+    true; ``transfer.failed`` says whether it came to nothing. For progress bars.
     """
 
 

@@ -294,7 +294,8 @@ def test_lbfgs_is_refused_in_another_order(tmp_path: Path) -> None:
         with pytest.raises(
             MismatchError,
             match=r"LBFGS keeps one state over all parameters, saved in the order "
-            r"model\.0\.weight, model\.2\.weight, run has model\.2\.weight, model\.0\.weight",
+            r"model\.0\.weight, model\.2\.weight, run has model\.2\.weight, model\.0\.weight; "
+            r"pass skip=\('optimizer',\) to start it fresh",
         ):
             resume(tmp_path, model=again, optimizer=plugin)
 
