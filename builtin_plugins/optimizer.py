@@ -46,7 +46,13 @@ class Optimizer:
         self._names = self._find_names(resume.components)
 
     @hookbus.hookimpl
+    def check_attached(self, components: Mapping[str, object]) -> None:
+        name = next(name for name, each in components.items() if each is self.component)
+        self._name_parameters(name, components)
+
+    @hookbus.hookimpl
     def save_start(self, save: hookbus.Save) -> None:
+        # Groups may have come since the save was asked for.
         self._name_parameters(save.name, save.components)
 
     @hookbus.hookimpl

@@ -143,18 +143,18 @@ def resume_start(resume: hookbus.Resume) -> None:
 
 
 @hookbus.hookimpl
-def save_start(save: hookbus.Save) -> None:
+def check_attached(components: Mapping[str, object]) -> None:
     """Refuse a save while a scheduler of an attached optimizer is attached to nothing.
 
     The search goes through every object of the process and takes some 50 ms, so few saves do it.
     """
-    optimizers = _list_optimizers(save.components)
+    optimizers = _list_optimizers(components)
     due = [_count_save(optimizer) for optimizer in optimizers]
     if not any(due):
         return
     attached = {
         id(scheduler)
-        for component in save.components.values()
+        for component in components.values()
         if _is_ours(component)
         for member in _list_members(component)
         for scheduler in _walk(member)

@@ -59,14 +59,14 @@ def main(run: str) -> None:
         bus.hook.resume_end(resume=resume)
         print(resume.report)
 
-        for _ in loop.epochs(4):
+        for epoch in loop.epochs(4):
             for inputs, targets in loop.batches(loader):
                 loss = nn.functional.cross_entropy(model(inputs), targets)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+            print(f"epoch {epoch}: loss {loss.item():.6f}")
             bus.save()
-        print(f"loss {loss.item():.6f}" if loop.samples else "nothing to do")
 
 
 if __name__ == "__main__":

@@ -353,8 +353,12 @@ class HookBus:
         if self._closed:
             raise SaveError("this bus was closed; save before close()")
         if self._saver is None:
+            last = self._plugins.resume
             raise SaveError(
                 "there is no run to save into: call bus.resume(RUN) first, also for a fresh start"
+                if last is None or last.stage == "fit"
+                else f"the last resume was for stage {last.stage!r}, which only reads; call"
+                " bus.resume(RUN) to train"
             )
         return self._saver
 

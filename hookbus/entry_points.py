@@ -58,10 +58,8 @@ def find(group: str = GROUP) -> list[Found]:
     """
     found = []
     for entry_point in importlib.metadata.entry_points(group=group):
-        distribution = entry_point.dist
-        owner = _normalize(distribution.name) if distribution else "unknown"
+        owner, version = _read_owner(entry_point.dist)
         name = entry_point.name if owner == OWN_DISTRIBUTION else f"{owner}:{entry_point.name}"
-        version = distribution.version if distribution else ""
         found.append(Found(name, owner, version, entry_point))
     return sorted(found, key=lambda each: (not each.built_in, each.name))
 
@@ -78,6 +76,13 @@ def list_known_names(found: Iterable[Found]) -> Iterator[str]:
         yield each.name
         if not each.built_in:
             yield each.distribution
+
+
+def _read_owner(distribution: importlib.metadata.Distribution | None) -> tuple[str, str]:
+    try:
+        return _normalize(distribution.name), distribution.version  # type: ignore[union-attr]
+    except Exception:  # its metadata are damaged, and nobody else's are
+        return "unknown", ""
 
 
 @functools.cache

@@ -95,11 +95,11 @@ class Saver:
     def save(self, step: int | None, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
         self.check_moment()
         cleaned = _clean_metrics(metrics)
-        if self.pace is None:
-            return self.write(self._check_step(step), cleaned, "asked")
-        if step is not None:
+        if self.pace is not None and step is not None:
             raise CallError("step= is for scripts without a loop; the loop counts its own")
         self.fire("check_attached", components=self.components)
+        if self.pace is None:
+            return self.write(self._check_step(step), cleaned, "asked")
         if self.pace.running:
             self.asked = cleaned
             return None

@@ -59,12 +59,12 @@ class Sequence:
         if event in self.fired:
             raise SequenceError(f"{event} was fired twice: {self}")
         due = self.list_due(event)
-        if event == "pre_configure_sharded" and "restore_model" in {*due} & {*self.skippable}:
-            self.behind = True  # it restores nothing, so either side is its turn
-            due = self.list_due(event)
         if event in self.left_out or any(name not in self.skippable for name in due):
             raise SequenceError(f"{event} was fired out of turn: {self}")
-        self.left_out += due
+        if event == "pre_configure_sharded" and due:
+            self.behind = True  # restore_model restores nothing, so either side is its turn
+        else:
+            self.left_out += due
         self.fired.append(event)
 
     def list_left(self) -> tuple[str, ...]:
