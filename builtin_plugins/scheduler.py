@@ -76,9 +76,19 @@ def _collect(scheduler: Any) -> dict[str, Any]:
     groups = _get_groups(scheduler)
     return {
         "class": _describe(scheduler),
-        "state": scheduler.state_dict(),
+        "state": _drop_functions(scheduler.state_dict()),
         "groups": [{key: group[key] for key in _IN_GROUPS if key in group} for group in groups],
     }
+
+
+def _drop_functions(state: Any) -> Any:
+    """Leave out what a scheduler calls, which some releases of torch have in its state."""
+    if type(state) is list:
+        return [_drop_functions(each) for each in state]
+    if type(state) is not dict:
+        return state
+    kept = {key: value for key, value in state.items() if not inspect.isroutine(value)}
+    return {key: _drop_functions(value) for key, value in kept.items()}
 
 
 def _list_members(component: Any) -> list[Any]:

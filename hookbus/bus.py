@@ -344,10 +344,11 @@ class HookBus:
         try:
             yield on_bytes
         except BaseException:
-            transfer.failed = True  # whoever shows a bar takes it away
-            on_bytes(0)
+            transfer.failed = True
             raise
-        on_bytes(total - transfer.done)
+        finally:
+            transfer.ended = True  # whoever shows a bar takes it away
+            on_bytes(0)
 
     def _get_saver(self) -> Saver:
         if self._closed:

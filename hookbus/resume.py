@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -56,10 +56,10 @@ _MODEL_KINDS = ("datamodule", "model", "callbacks")
 def _check_words(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if value is None and attribute.name == "only":
         return
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str):
         raise CallError(f"{attribute.name}={value!r}: pass a tuple of names, such as ({value!r},)")
-    if not all(isinstance(word, str) for word in value):
-        raise CallError(f"{attribute.name}={value!r}: names and shell patterns only")
+    if not isinstance(value, Collection) or not all(isinstance(word, str) for word in value):
+        raise CallError(f"{attribute.name}={value!r}: pass a tuple of names or shell patterns")
 
 
 def _check_choice(*choices: str) -> Callable[[object, attrs.Attribute[Any], object], None]:
@@ -323,13 +323,16 @@ class Resume:
         raise_all("nothing was changed", [CallError(text) for text in unmatched])
 
     def raise_problems(self, when: str) -> None:
+        """Raise what has been collected, if anything, all together."""
         problems, self._problems = self._problems, []
         raise_all(f"{len(problems)} problems {when}", problems)
 
     def begin_call(self, entry: Registered) -> None:
+        """Note whose section is meant from now on."""
         self._asking.append(entry)
 
     def end_call(self, entry: Registered, event: str, seconds: float) -> None:
+        """Note that a plugin was called, and how long it took to take its section."""
         self._asking.pop()
         if entry.name in self._read and entry.name not in self._took:
             self._took[entry.name] = (event, seconds)

@@ -67,9 +67,11 @@ class Save:
     # -- for the bus ---------------------------------------------------------------------------
 
     def begin_call(self, entry: Registered) -> None:
+        """Note whose section is meant from now on."""
         self._asking.append(entry)
 
     def end_call(self, entry: Registered, event: str, seconds: float) -> None:
+        """Note that a plugin was called."""
         self._asking.pop()
 
     def collect_sections(self, entries: Iterable[Registered]) -> list[Section]:

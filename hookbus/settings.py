@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import warnings
 from collections.abc import Mapping
 
 import torch
@@ -14,11 +15,14 @@ _PACKAGES = ("hookbus", "numpy", "torch")
 
 def read_settings() -> dict[str, object]:
     """Return threads, devices, and the switches of determinism and precision, as plain values."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns of an old name, whatever is read
+        precision = torch.get_float32_matmul_precision()
     settings: dict[str, object] = {
         "threads": torch.get_num_threads(),
         "default dtype": str(torch.get_default_dtype()),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "float32 matmul precision": precision,
         "machine": platform.machine(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
     }

@@ -228,7 +228,7 @@ def test_an_error_names_plugin_distribution_and_version(install: Install) -> Non
 
 def test_a_plugin_registered_by_hand_knows_its_distribution(install: Install) -> None:
     install("hand-hook", "4", {}, hand_hook=ANSWERS.format(word=""))
-    import hand_hook  # type: ignore[import-not-found]
+    import hand_hook
 
     bus = hookbus.HookBus(load_plugins=False)
     bus.register(hand_hook.Plugin(), "mine")
@@ -344,7 +344,7 @@ def test_a_plugin_of_a_blocked_distribution_is_not_registered_by_hand_either(
 ) -> None:
     install("late-hook", "1", {"a": "late_hook"}, late_hook=ANSWERS.format(word=""))
     bus = hookbus.HookBus(block=("late-hook",))
-    import late_hook  # type: ignore[import-not-found]
+    import late_hook
 
     assert bus.register(late_hook.Plugin(), "mine") == "mine"
     assert "mine" not in [each.name for each in bus.plugins]
@@ -378,7 +378,7 @@ def run_script(run: Path, **options: object) -> tuple[list[str], float, list[str
     with hookbus.HookBus() as bus:
         model = torch.nn.Linear(2, 2)
         bus.attach(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), values={})
-        report = bus.resume(run, **options).report  # type: ignore[arg-type]
+        report = bus.resume(run, **options).report
         draw = random.random()
         checkpoint = bus.save(step=(report.step or 0) + 1)
         assert checkpoint is not None

@@ -346,7 +346,7 @@ def test_methods_of_every_kind_and_modules_are_called() -> None:
             calls.append(slot)
 
     module = ModuleType("package.module")
-    module.safe_point = hookbus.hookimpl(lambda loop: calls.append("module"))  # type: ignore[attr-defined]
+    module.safe_point = hookbus.hookimpl(lambda loop: calls.append("module"))
     bus = make_bus()
     bus.register(Plugin(), "plugin")
     assert bus.register(module) == "module"
@@ -431,7 +431,7 @@ def test_the_same_component_under_the_same_name_is_attached_once() -> None:
     assert bus.plugins == before
     assert bus.components["model"] is model
     with pytest.raises(TypeError):
-        bus.components["model"] = 1  # type: ignore[index]
+        bus.components["model"] = 1
 
 
 def test_nothing_is_attached_unless_all_are_and_all_problems_are_said() -> None:

@@ -136,7 +136,7 @@ def test_a_layer_replaced_under_an_optimizer_is_noticed(tmp_path: Path) -> None:
 
         @hookbus.hookimpl
         def restore_model(self, resume: hookbus.Resume) -> None:
-            resume.components["model"][0] = nn.Linear(2, 2)  # type: ignore[index]
+            resume.components["model"][0] = nn.Linear(2, 2)
 
     def attach(bus: hookbus.HookBus) -> None:
         model = nn.Sequential(nn.Linear(2, 2))

@@ -139,7 +139,7 @@ def test_each_section_finds_its_plugin_or_is_left_out_by_name_or_is_an_error(
     with make_bus(**keepers) as bus:
         if wrong_words or missing or unclaimed:
             with pytest.raises(HookbusError) as caught:
-                bus.resume(run, **options)  # type: ignore[arg-type]
+                bus.resume(run, **options)
             problems = list_problems(caught.value)
             if wrong_words:
                 assert [type(problem) for problem in problems] == [CallError] * len(wrong_words)
@@ -151,7 +151,7 @@ def test_each_section_finds_its_plugin_or_is_left_out_by_name_or_is_an_error(
                     assert any(f"{name!r}" in str(p) for p in problems if type(p) is error)
             assert set(read_values(keepers).values()) <= {0}
             return
-        report = bus.resume(run, **options).report  # type: ignore[arg-type]
+        report = bus.resume(run, **options).report
         restored = {
             name
             for name in concerned
@@ -195,7 +195,7 @@ def test_a_step_or_a_stage_that_needs_a_checkpoint_says_what_there_is_and_makes_
         ),
     ):
         with pytest.raises(CheckpointNotFoundError) as caught:
-            bus.resume(run, **options)  # type: ignore[arg-type]
+            bus.resume(run, **options)
         assert str(caught.value) == message
     typo = tmp_path / "rnu"
     for options, message in (
@@ -207,7 +207,7 @@ def test_a_step_or_a_stage_that_needs_a_checkpoint_says_what_there_is_and_makes_
         ),
     ):
         with pytest.raises(CheckpointNotFoundError) as caught:
-            bus.resume(typo, **options)  # type: ignore[arg-type]
+            bus.resume(typo, **options)
         assert str(caught.value) == message
         assert not typo.exists()
 
@@ -267,7 +267,7 @@ def test_the_newest_step_by_its_number_and_an_older_one_to_test_are_fine(tmp_pat
     run = save(tmp_path, 1, 2, 2)
     for step, stage, folder in ((2, "fit", "2-1"), (2, "test", "2-1"), (1, "test", "1")):
         with make_bus(**make_keepers()) as bus:
-            checkpoint = bus.resume(run, step=step, stage=stage).checkpoint  # type: ignore[arg-type]
+            checkpoint = bus.resume(run, step=step, stage=stage).checkpoint
             assert checkpoint is not None
             assert checkpoint.path.name == f"step-0000000{folder}"
 

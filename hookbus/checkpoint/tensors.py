@@ -242,6 +242,9 @@ def lay_out(tensor: torch.Tensor, info: TensorInfo) -> torch.Tensor:
     if info.stride is None:
         return tensor
     laid = torch.empty_strided(info.shape, info.stride, dtype=info.dtype, device="cpu")
+    if info.dtype.itemsize == 1:  # some of these dtypes cannot be copied by every release
+        laid.view(torch.uint8).copy_(tensor.view(torch.uint8))
+        return laid
     return laid.copy_(tensor)
 
 
