@@ -10,68 +10,77 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
-import numpy as np
-import torch
-import xxhash
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
-Watch = Callable[[], object]
+from builtin_plugins import proof
+
+Watch: TypeAlias = Callable[[], object]
+_Make: TypeAlias = Callable[[Iterable[Any]], Iterator[Any]]
 
 
 @attrs.frozen
 class Drawn:
-    """Proof of the order so far: the running hash, and how many batches and samples are in it."""
+    """How many batches and samples were drawn, and the proof of their order."""
 
-    digest: str
-    batches: int
-    samples: int
+    batches: int = 0
+    samples: int = 0
+    digest: str = proof.START
 
 
 class Draws:
     """One epoch's indices, drawn from the sampler's iterator; the loader takes them from here."""
 
-    def __init__(self, base: Iterator[Any], skip: int, ahead: int, watch: Watch | None) -> None:
+    def __init__(
+        self, base: Iterator[Any], skip: int, ahead: int, watch: Watch | None, batched: bool
+    ) -> None:
         self._base = base
+        self._batched = batched
         self._skip = skip
         self._known = skip + ahead
         self._watch = watch
-        self._hash = xxhash.xxh3_128()
         self._buffer: deque[Any] = deque()
         self._waiting: deque[Drawn] = deque()
-        self.handed = self.drawn = Drawn(self._hash.hexdigest(), 0, 0)
+        self.handed = self.drawn = Drawn()
         self.moved_a_stream = False
 
     def __iter__(self) -> Draws:
         return self
 
     def __next__(self) -> Any:
-        self.force()
+        self._force()
         return self._buffer.popleft() if self._buffer else self._draw()
 
-    def force(self) -> None:
+    @property
+    def ahead(self) -> int:
+        """How many batches are drawn and not handed out."""
+        return self.drawn.batches - self.handed.batches
+
+    def hand(self) -> int:
+        """Count the next batch as handed out to the script, and return how many samples it has."""
+        before = self.handed.samples
+        self.handed = self._waiting.popleft()
+        return self.handed.samples - before
+
+    def prepare(self) -> None:
+        """Draw the next batch now, so that what moves afterwards is moved by the data."""
+        if not self._buffer:
+            self._try_draw()
+
+    def open(self) -> None:
+        """End the watch over what moves while the iterator is made."""
+        self._force()
+        self._watch = None
+
+    def _force(self) -> None:
         """Draw and drop what is done, and draw ahead as far as the saved run had."""
         while self.drawn.batches < self._skip and self._try_draw():
             self._buffer.clear()
             self.hand()
         while self.drawn.batches < self._known and self._try_draw():
             pass
-
-    def hand(self) -> None:
-        """Count the next batch as handed out to the script."""
-        if self._waiting:
-            self.handed = self._waiting.popleft()
-
-    def open(self) -> None:
-        """End the watch over what moves while the iterator is made."""
-        self.force()
-        self._watch = None
-
-    @property
-    def ahead(self) -> int:
-        return self.drawn.batches - self.handed.batches
 
     def _try_draw(self) -> bool:
         try:
@@ -89,11 +98,10 @@ class Draws:
         indices = next(self._base)
         if watch and watch() != before:
             self.moved_a_stream = True
-        self._hash.update(_to_bytes(indices))
         self.drawn = Drawn(
-            self._hash.hexdigest(),
             self.drawn.batches + 1,
-            self.drawn.samples + (len(indices) if hasattr(indices, "__len__") else 1),
+            self.drawn.samples + (len(indices) if self._batched else 1),
+            proof.extend(self.drawn.digest, indices),
         )
         self._waiting.append(self.drawn)
         return indices
@@ -109,17 +117,11 @@ class Gate:
     def __init__(self, loader: DataLoader[Any]) -> None:
         # `sampler` drives the loader where batching is off.
         self._key = "sampler" if loader.batch_sampler is None else "batch_sampler"
-        self._base: Iterable[Any] = getattr(loader, self._key)
-        self._skip = self._ahead = 0
-        self._watch: Watch | None = None
-        self._empty = False
-        self.draws: Draws | None = None
+        self._base: Iterable[Any] = ()
+        self._make: _Make = iter
 
     def __iter__(self) -> Iterator[Any]:
-        if self._empty:
-            return iter(())
-        self.draws = Draws(iter(self._base), self._skip, self._ahead, self._watch)
-        return self.draws
+        return self._make(self._base)
 
     def __len__(self) -> int:
         return len(self._base)  # type: ignore[arg-type]
@@ -128,28 +130,28 @@ class Gate:
         self, loader: DataLoader[Any], skip: int = 0, ahead: int = 0, watch: Watch | None = None
     ) -> tuple[Iterator[Any], Draws]:
         """Make the loader's iterator; ``skip`` batches are drawn and never loaded."""
-        self._skip, self._ahead, self._watch, self.draws = skip, ahead, watch, None
-        with self._put_in(loader):
+        made: list[Draws] = []
+
+        def make(base: Iterable[Any]) -> Draws:
+            batched = self._key == "batch_sampler" or isinstance(base, BatchSampler)
+            made.append(Draws(iter(base), skip, ahead, watch, batched))
+            return made[0]
+
+        with self._put_in(loader, make):
             iterator = iter(loader)
-        self._skip, self._ahead, self._watch = 0, 0, None
-        draws: Draws | None = self.draws
-        assert draws is not None, "the loader did not ask its index sampler"
-        draws.open()
-        return iterator, draws
+        made[0].open()
+        return iterator, made[0]
 
     def start_workers(self, loader: DataLoader[Any]) -> None:
         """Bring persistent workers up without loading a sample."""
-        self._empty = True
-        try:
-            with self._put_in(loader):
-                iter(loader)
-        finally:
-            self._empty = False
+        with self._put_in(loader, lambda base: iter(())):
+            iter(loader)
 
     @contextlib.contextmanager
-    def _put_in(self, loader: DataLoader[Any]) -> Iterator[None]:
+    def _put_in(self, loader: DataLoader[Any], make: _Make) -> Iterator[None]:
         # DataLoader refuses to have these set, and reads them from its __dict__.
         attributes = loader.__dict__
+        self._base, self._make = attributes[self._key], make
         attributes[self._key] = self
         running = attributes.get("_iterator")
         if running is not None and running._index_sampler is not self:
@@ -159,21 +161,4 @@ class Gate:
             yield
         finally:
             attributes[self._key] = self._base
-
-
-def _to_bytes(indices: object) -> bytes:
-    """Return bytes that are equal in another process for equal indices."""
-    match indices:
-        case torch.Tensor():
-            return _to_bytes(indices.tolist())
-        case np.ndarray() | np.generic():
-            return _to_bytes(indices.tolist())
-        case list() | tuple():
-            if all(type(index) is int for index in indices):
-                return repr(tuple(indices)).encode()
-            return b"(" + b",".join(map(_to_bytes, indices)) + b")"
-        case int() | str() | bytes() | float() | None:
-            return repr(indices).encode()
-        case _:
-            # Its repr may hold an address.
-            return type(indices).__qualname__.encode()
+            self._make = iter

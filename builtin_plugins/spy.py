@@ -26,12 +26,12 @@ class Spy:
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._init: Callable[[int], None] | None = loader.worker_init_fn
         self._flag = torch.zeros(1, dtype=torch.uint8).share_memory_()
-        self._last: tuple[object, ...] | None = None
+        self._last: dict[str, str] = {}
         self._seed = 0
 
     @property
     def drew(self) -> bool:
-        """Whether any worker has drawn so far."""
+        """Whether any worker had drawn when it sent the batches that are here."""
         return bool(self._flag[0])
 
     @contextlib.contextmanager
@@ -46,27 +46,26 @@ class Spy:
     def start(self, worker: int) -> None:
         if self._init is not None:
             self._init(worker)
-        self._last, self._seed = _read(), torch.initial_seed()
+        self._last, self._seed = self._read(), torch.initial_seed()
 
     def __call__(self, batch: Any) -> Any:
         collated = self._collate(batch)
         if not self._flag[0]:
-            now, seed = _read(), torch.initial_seed()
-            if self._last is not None:
-                ignored = "torch" if seed != self._seed else ""
-                before = dict(self._last)  # type: ignore[arg-type]
-                if any(before.get(name, value) != value for name, value in now if name != ignored):
-                    self._flag[0] = 1
+            now, seed = self._read(), torch.initial_seed()
+            moved = {name for name, value in now.items() if self._last.get(name, value) != value}
+            if moved - ({"torch"} if seed != self._seed else set()):
+                self._flag[0] = 1
             self._last, self._seed = now, seed
         return collated
 
-
-def _read() -> tuple[tuple[str, str], ...]:
-    worker = get_worker_info()
-    own = find_streams(worker.dataset) if worker is not None else {}
-    return (
-        ("torch", digest(torch.get_rng_state())),
-        ("python", digest(random.getstate())),
-        ("numpy", digest(np.random.get_state(legacy=False))),
-        *((name, digest(read_stream(generator))) for name, generator in own.items()),
-    )
+    def _read(self) -> dict[str, str]:
+        worker = get_worker_info()
+        own = find_streams(self._collate)
+        if worker is not None:
+            own |= {f"dataset.{name}": each for name, each in find_streams(worker.dataset).items()}
+        return {
+            "torch": digest(torch.get_rng_state()),
+            "python": digest(random.getstate()),
+            "numpy": digest(np.random.get_state(legacy=False)),
+            **{name: digest(read_stream(generator)) for name, generator in own.items()},
+        }

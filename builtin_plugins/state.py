@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 import hookbus
-from hookbus.checkpoint import TensorInfo
 from hookbus.errors import MismatchError
 
 _DICTS = (dict, OrderedDict, Counter, defaultdict)
@@ -159,7 +158,7 @@ def _put_back(live: Any, saved: Any, given: _Given, taken: set[int]) -> Any:
     took a saved one, so that one tensor under two names stays one; `taken` are the live tensors
     in use, so that two do not become one.
     """
-    if isinstance(saved, TensorInfo):
+    if isinstance(saved, hookbus.TensorInfo):
         return live
     if isinstance(saved, torch.Tensor):
         if id(saved) not in given:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -14,8 +16,19 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
-# Attributes that lead from a loader to what draws for it.
-_PATHS = ("sampler", "batch_sampler", "dataset")
+# Attributes that lead from a loader to what draws for it; their plurals, lists of them, as well.
+_LEADS = (
+    "sampler",
+    "batch_sampler",
+    "dataset",
+    "transform",
+    "target_transform",
+    "collate_fn",
+    "loader",
+    "dataloader",
+    "iterable",
+)
+_MEMBERS = 100
 
 
 def read_stream(generator: Generator) -> Any:
@@ -89,34 +102,83 @@ def digest(state: object) -> str:
             return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(state))
         case Mapping():
             return "/".join(digest(value) for value in state.values())
-        case list():
+        case list() | set():
             return "/".join(digest(value) for value in state)
         case _:
-            return format(hash(state), "x")
+            try:
+                return format(hash(state), "x")
+            except TypeError:  # a tuple with something changeable in it
+                return repr(state)
+
+
+def list_holders(loader: object) -> Iterator[tuple[str, object]]:
+    """Yield a loader and what it draws through, each once, with the way there.
+
+    Ways are such as ``""``, ``"batch_sampler.sampler"`` or ``"dataset.transform"``.
+    """
+    seen: set[int] = set()
+
+    def walk(holder: object, way: str) -> Iterator[tuple[str, object]]:
+        if id(holder) in seen or isinstance(holder, (type, types.ModuleType)):
+            return
+        seen.add(id(holder))
+        yield way, holder
+        for name, value in list_attributes(holder).items():
+            if name.rstrip("s") in _LEADS:
+                members = value[:_MEMBERS] if isinstance(value, (list, tuple)) else [value]
+                for number, member in enumerate(members):
+                    place = f"{name}.{number}" if member is not value else name
+                    yield from walk(member, f"{way}.{place}" if way else place)
+
+    yield from walk(loader, "")
+
+
+def list_attributes(holder: object) -> Mapping[str, Any]:
+    """Return what an object holds by name: attributes, or what a function was bound to."""
+    match holder:
+        case functools.partial():
+            positional = {str(i): value for i, value in enumerate(holder.args)}
+            return {"transform": holder.func, **positional, **holder.keywords}
+        case types.MethodType():
+            return {"transform": holder.__self__}
+        case types.FunctionType(__closure__=tuple(cells)):
+            names = holder.__code__.co_freevars
+            return {n: c.cell_contents for n, c in zip(names, cells, strict=True) if _is_full(c)}
+        case _:
+            return getattr(holder, "__dict__", {})
 
 
 def find_streams(loader: object) -> dict[str, Generator]:
-    """Return the generators held as attributes by a loader, its samplers and its dataset.
+    """Return the generators held by a loader, its samplers, its dataset and what they go through.
 
-    They are named by the way to them, such as ``sampler.generator``; each is named once.
+    They are named by the way to them and their kind, such as
+    ``sampler.generator (torch.Generator on cpu)``; each is named once.
     """
     found: dict[str, Generator] = {}
     seen: set[int] = set()
-
-    def walk(holder: object, path: str) -> None:
-        if id(holder) in seen:
-            return
-        seen.add(id(holder))
-        for name, value in getattr(holder, "__dict__", {}).items():
-            if isinstance(value, GENERATORS):
-                if not isinstance(value, random.SystemRandom) and id(value) not in seen:
-                    seen.add(id(value))
-                    found[f"{path}{name}"] = value
-            elif name in _PATHS:
-                walk(value, f"{path}{name}.")
-
-    walk(loader, "")
+    for way, holder in list_holders(loader):
+        for name, value in list_attributes(holder).items():
+            if isinstance(value, GENERATORS) and id(value) not in seen:
+                seen.add(id(value))
+                if not isinstance(value, random.SystemRandom):
+                    found[f"{way}.{name} ({name_kind(value)})".lstrip(".")] = value
     return found
+
+
+def is_fresh(generator: Generator) -> bool | None:
+    """Whether a torch generator stands where its seed put it; of others nobody can tell."""
+    if not isinstance(generator, torch.Generator):
+        return None
+    seeded = torch.Generator(generator.device).manual_seed(generator.initial_seed())
+    return torch.equal(seeded.get_state(), generator.get_state())
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def _list_accelerators() -> Iterator[tuple[str, Any]]:

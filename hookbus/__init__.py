@@ -2,7 +2,7 @@
 
 from hookbus import errors
 from hookbus.bus import HookBus
-from hookbus.checkpoint import Checkpoint, best, checkpoints
+from hookbus.checkpoint import Checkpoint, Metadata, TensorInfo, best, checkpoints
 from hookbus.checkpoint import open_checkpoint as open
 from hookbus.hookspecs import hookimpl, hookspec
 from hookbus.report import Report
@@ -13,9 +13,11 @@ from hookbus.transfer import Transfer
 __all__ = [
     "Checkpoint",
     "HookBus",
+    "Metadata",
     "Report",
     "Resume",
     "Save",
+    "TensorInfo",
     "Transfer",
     "best",
     "checkpoints",

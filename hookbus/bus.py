@@ -21,7 +21,8 @@ from hookbus.plugins import Plugins
 from hookbus.registration import EVENTS, Registered
 from hookbus.relay import Relay
 from hookbus.report import Report
-from hookbus.resume import Options, Request, Resume
+from hookbus.request import Options, Request
+from hookbus.resume import Resume
 from hookbus.resuming import abandon, describe_start
 from hookbus.resuming import fire as fire_restore_event
 from hookbus.saver import Pace, Saver

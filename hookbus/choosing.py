@@ -13,11 +13,12 @@ from hookbus.checkpoint import (
 )
 from hookbus.errors import (
     CallError,
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     ResumeError,
 )
-from hookbus.resume import Request
+from hookbus.request import Request
 
 
 def check_run(run: Path) -> None:
@@ -45,11 +46,11 @@ def choose(run: Path, request: Request) -> tuple[Checkpoint | None, bool]:
         CorruptCheckpointError: the one to take is damaged; the newest good one is named.
         ResumeError: an older step than the newest, which would leave two futures in one run.
     """
-    candidates = folders(run)
+    candidates = sorted(folders(run), key=_read_place)
     if request.step is not None:
         return _choose_step(run, request, candidates), False
     if candidates:
-        return _open_newest(run, candidates), False
+        return _open(run, candidates[-1]), False
     if request.stage != "fit":
         raise CheckpointNotFoundError(
             f"{run} holds no checkpoint, and stage={request.stage!r} needs one"
@@ -59,46 +60,55 @@ def choose(run: Path, request: Request) -> tuple[Checkpoint | None, bool]:
     return None, True
 
 
+def find_way_out(checkpoint: Path) -> str:
+    """Say what to do about a damaged checkpoint."""
+    good = [each for each in checkpoints(checkpoint.parent) if each.path != checkpoint]
+    if not good:
+        return f"there is no other checkpoint in {checkpoint.parent}"
+    return (
+        f"the newest other one is of step {good[-1].step}; to go on from it, move {checkpoint} out"
+        " of the run directory"
+    )
+
+
 def _choose_step(run: Path, request: Request, candidates: list[Path]) -> Checkpoint:
-    wanted = [folder for folder in candidates if _read_step(folder) == request.step]
-    if not wanted:
-        steps = sorted({_read_step(folder) for folder in candidates})
-        near = sorted(steps, key=lambda step: abs(step - (request.step or 0)))[:3]
+    steps = [_read_place(folder)[0] for folder in candidates]
+    if request.step not in steps:
+        near = sorted({*steps}, key=lambda step: abs(step - (request.step or 0)))[:3]
         there = f"; the nearest are {', '.join(map(str, sorted(near)))}" if near else ""
         raise CheckpointNotFoundError(f"{run} has no checkpoint of step {request.step}{there}")
-    if request.stage == "fit" and wanted[-1] != candidates[-1]:
+    wanted = candidates[len(steps) - 1 - steps[::-1].index(request.step)]
+    if request.stage == "fit" and wanted != candidates[-1]:
         raise ResumeError(
-            f"step {request.step} is older than the newest, {_read_step(candidates[-1])}, and a"
-            " run has one future; start a run of its own from it:"
-            f" resume(NEW, init_from={str(wanted[-1])!r}, init_only=('*',))"
+            f"step {request.step} is older than the newest, {steps[-1]}, and a run has one future;"
+            " start a run of its own from it:"
+            f" resume(NEW, init_from={str(wanted)!r}, init_only=('*',))"
         )
-    return _open_newest(run, candidates, wanted[-1])
+    return _open(run, wanted)
 
 
-def _open_newest(run: Path, candidates: list[Path], wanted: Path | None = None) -> Checkpoint:
+def _open(run: Path, path: Path) -> Checkpoint:
     try:
-        return open_checkpoint(wanted or candidates[-1])
+        return open_checkpoint(path)
     except CorruptCheckpointError as error:
-        good = checkpoints(run)
-        error.add_note(
-            f"the newest good checkpoint of {run} is step {good[-1].step}; to go on from it, move"
-            f" {wanted or candidates[-1]} out of the run directory"
-            if good
-            else f"there is no good checkpoint in {run}"
-        )
-        raise
+        raise CorruptCheckpointError(f"{error}; {find_way_out(path)}") from error
 
 
 def _open_source(source: Path) -> Checkpoint:
     if (source / "manifest.json").is_file():
         return open_checkpoint(source)
-    candidates = folders(source) if source.is_dir() else []
+    candidates = sorted(folders(source), key=_read_place) if source.is_dir() else []
     if not candidates:
         raise CheckpointNotFoundError(
             f"init_from={str(source)!r} is neither a checkpoint nor a run that holds one"
         )
-    return _open_newest(source, candidates)
+    return _open(source, candidates[-1])
 
 
-def _read_step(folder: Path) -> int:
-    return int(folder.name.split("-")[1])
+def _read_place(folder: Path) -> tuple[int, int]:
+    """Return step and serial from the manifest; from the name where it cannot be read."""
+    try:
+        checkpoint = open_checkpoint(folder)
+    except CheckpointError:
+        return read_folder_name(folder.name) or (-1, 0)
+    return checkpoint.step, checkpoint.serial

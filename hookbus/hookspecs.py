@@ -45,8 +45,8 @@ def check_state(resume: Resume) -> None:
     """Fire at the end of ``resume_start``, and right before each event that restores something.
 
     Components are as they stand then: before ``on_setup`` (``resume.set_up`` is false) a model
-    may still lack layers, so whoever looks after one waits. Only plugins whose section is going
-    to be restored are asked, each until its restore event has fired, so more than once.
+    may still lack layers, so whoever looks after one waits. A plugin with a section is asked if
+    that is going to be restored, until it has been read, so more than once.
 
     Compare ``resume.metadata()`` with the component and call ``resume.problem()`` for each thing
     that does not fit; all problems of all plugins are raised together, before the first change.

@@ -9,7 +9,7 @@ import attrs
 
 from hookbus.errors import OrderError
 from hookbus.logs import logger
-from hookbus.registration import Origin, Registered
+from hookbus.registration import BUILT_IN, BY_HAND, THIRD_PARTY, Registered
 
 KINDS = (
     "datamodule",
@@ -33,11 +33,8 @@ KIND_ORDER: Mapping[str, tuple[str, ...]] = {
     "resume_end": ("*", "rng"),
 }
 
-ORIGINS: tuple[Origin, Origin, Origin] = (
-    "registered by hand",
-    "a third party's entry point",
-    "built in",
-)
+# In which plugin_for is asked.
+ORIGINS = (BY_HAND, THIRD_PARTY, BUILT_IN)
 
 
 @attrs.frozen(eq=False)

@@ -18,9 +18,12 @@ from hookbus.errors import (
     raise_all,
 )
 from hookbus.logs import logger
-from hookbus.ordering import ORIGINS, Place
+from hookbus.ordering import Place
 from hookbus.registration import (
+    BUILT_IN,
+    BY_HAND,
     EVENTS,
+    THIRD_PARTY,
     Implementations,
     Origin,
     Registered,
@@ -36,7 +39,6 @@ from hookbus.relay import Answers, Switchboard
 from hookbus.resume import Resume
 
 DISABLE_VARIABLE = "HOOKBUS_DISABLE_PLUGINS"
-BY_HAND, THIRD_PARTY, BUILT_IN = ORIGINS
 
 
 class Plugins:
@@ -145,7 +147,7 @@ class Plugins:
     def _load(self, found: Found) -> None:
         if self._is_blocked(found.name, found.distribution):
             return
-        origin = BUILT_IN if found.built_in else THIRD_PARTY
+        origin: Origin = BUILT_IN if found.built_in else THIRD_PARTY
         who = found.name, origin, found.distribution, found.version
         try:
             plugin = found.load()
@@ -242,15 +244,17 @@ class Plugins:
                 ", ".join(sorted(self.blocked)),
             )
             return None
-        asked = ", ".join(place.name for place in self.order("plugin_for"))
+        asked = ", ".join(place.name for place in self.order("plugin_for")) or "none"
+        failed = ", ".join(each.name for each in self.failed)
         hint = (
             f"it is a plugin itself: bus.register(it, {name!r})"
             if _is_plugin(component)
             else "give it state_dict and load_state_dict, or register a plugin for it"
         )
         raise AttachError(
-            f"nobody can look after {name!r} ({name_type(component)}); asked were"
-            f" {asked or 'none'}; {hint}"
+            f"nobody can look after {name!r} ({name_type(component)}); asked were {asked};"
+            + (f" {failed} could not be loaded;" if failed else "")
+            + f" {hint}"
         )
 
     def _log_others(self, maker: Registered | None, arguments: Mapping[str, object]) -> None:

@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import attrs
 import pluggy
@@ -15,6 +15,9 @@ from hookbus import hookspecs
 from hookbus.errors import HookbusError, RegistrationError, raise_all
 
 Origin = Literal["registered by hand", "a third party's entry point", "built in"]
+BY_HAND: Final = "registered by hand"
+THIRD_PARTY: Final = "a third party's entry point"
+BUILT_IN: Final = "built in"
 Implementations: TypeAlias = Mapping[str, tuple[Callable[..., Any], pluggy.HookimplOpts]]
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")

@@ -165,7 +165,7 @@ class _Proxy:
             try:
                 result = yield
             except BaseException as error:
-                with _speaking(entry, event, given, unless=error):
+                with _speaking(entry, event, given):
                     return _finish(generator, generator.throw, error)
             with _speaking(entry, event, given):
                 return _finish(generator, generator.send, result)
@@ -194,12 +194,7 @@ def _takes_part(entry: Registered, event: str, given: Mapping[str, object]) -> b
 
 
 @contextlib.contextmanager
-def _speaking(
-    entry: Registered,
-    event: str,
-    given: Mapping[str, object],
-    unless: BaseException | None = None,
-) -> Iterator[None]:
+def _speaking(entry: Registered, event: str, given: Mapping[str, object]) -> Iterator[None]:
     """Tell the context who is asking, take the time, and name the plugin on what it raises."""
     context = given.get("resume", given.get("save"))
     if not isinstance(context, (Resume, Save)):  # an event that knows no sections
@@ -211,7 +206,7 @@ def _speaking(
         yield
     except BaseException as error:
         # An exception that passes through a wrapper is not the wrapper's; the innermost is named.
-        if error is not unless and not any(" broke in " in note for note in _read_notes(error)):
+        if not any(" broke in " in note for note in _read_notes(error)):
             error.add_note(f"{entry} broke in {event}: {type(error).__name__}: {error}")
         raise
     finally:

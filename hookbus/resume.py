@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any
 
 import attrs
 
@@ -23,92 +21,13 @@ from hookbus.errors import (
     raise_all,
 )
 from hookbus.logs import logger
-from hookbus.registration import Registered, describe
+from hookbus.registration import BY_HAND, Registered, describe
 from hookbus.report import Report, Status
+from hookbus.request import Request, Shard, Stage, matches
 from hookbus.sequence import RESTORE_EVENTS, Sequence
-
-Stage = Literal["fit", "validate", "test", "predict"]
-SetUp = Callable[["Resume"], None]
-Shard = Callable[["Resume"], object]
-
-
-class Options(TypedDict, total=False):
-    """The arguments of ``bus.resume``, which are explained there."""
-
-    step: int | None
-    stage: Stage
-    only: AbstractSequence[str] | None
-    skip: AbstractSequence[str]
-    missing_ok: AbstractSequence[str]
-    init_from: str | os.PathLike[str] | None
-    init_only: AbstractSequence[str]
-    setup: SetUp | None
-    configure_sharded: Shard | None
-    verify: Literal["hashes", "sizes"]
-
-
-STAGES = ("fit", "validate", "test", "predict")
 
 # Sections of these kinds are restored by restore_model, so whoever restores them must be there.
 _MODEL_KINDS = ("datamodule", "model", "callbacks")
-
-
-def _check_words(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if value is None and attribute.name == "only":
-        return
-    if isinstance(value, str):
-        raise CallError(f"{attribute.name}={value!r}: pass a tuple of names, such as ({value!r},)")
-    if not isinstance(value, Collection) or not all(isinstance(word, str) for word in value):
-        raise CallError(f"{attribute.name}={value!r}: pass a tuple of names or shell patterns")
-
-
-def _check_choice(*choices: str) -> Callable[[object, attrs.Attribute[Any], object], None]:
-    def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        if value not in choices:
-            raise CallError(f"{attribute.name}={value!r}: pass one of {', '.join(choices)}")
-
-    return check
-
-
-@attrs.frozen(eq=False, kw_only=True)
-class Request:
-    """What ``bus.resume`` was asked for; the arguments are explained there."""
-
-    step: int | None = None
-    stage: Stage = attrs.field(default="fit", validator=_check_choice(*STAGES))
-    only: AbstractSequence[str] | None = attrs.field(default=None, validator=_check_words)
-    skip: AbstractSequence[str] = attrs.field(default=(), validator=_check_words)
-    missing_ok: AbstractSequence[str] = attrs.field(default=(), validator=_check_words)
-    init_from: str | os.PathLike[str] | None = None
-    init_only: AbstractSequence[str] = attrs.field(default=("model",), validator=_check_words)
-    setup: SetUp | None = None
-    configure_sharded: Shard | None = None
-    verify: Literal["hashes", "sizes"] = attrs.field(
-        default="hashes", validator=_check_choice("hashes", "sizes")
-    )
-
-    @classmethod
-    def make(cls, options: Options) -> Request:
-        names = [field.name for field in attrs.fields(cls)]
-        unknown = [name for name in options if name not in names]
-        if unknown:
-            raise CallError(
-                f"resume() has no argument {', '.join(map(repr, unknown))}; there are"
-                f" {', '.join(names)}"
-            )
-        return cls(**options)
-
-    def __attrs_post_init__(self) -> None:
-        if self.step is not None and (type(self.step) is not int or self.step < 0):
-            raise CallError(f"step={self.step!r}: pass a whole number of steps, or None")
-        if self.only is not None and self.stage == "fit":
-            raise CallError('only= is for the stages "validate", "test", "predict"; pass skip=')
-        if self.init_from is not None and (self.stage != "fit" or self.step is not None):
-            raise CallError('init_from= is for stage="fit" without step=')
-
-
-def matches(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @attrs.define(eq=False)
@@ -276,9 +195,10 @@ class Resume:
             return True
         if self.checkpoint is None or not self._concerns(entry):
             return False
-        if event == "check_state" and entry.name in self._read:
+        if entry.has_section and self._judge(entry.name) != "restored":
             return False
-        return not entry.has_section or self._judge(entry.name) == "restored"
+        done = entry.name in self._read or self._is_another_kind(entry)
+        return event != "check_state" or not done
 
     def collect_problems(self, *, last: bool) -> None:
         """Note sections and plugins that do not find each other; ``last``: nobody else comes."""
@@ -288,6 +208,8 @@ class Resume:
             is_missing = self._concerns(entry) and self._judge(name) == "missing"
             if is_missing and not matches(name, self.request.missing_ok):
                 self._problems.append(self._describe_missing(entry))
+            if self._concerns(entry) and self._is_another_kind(entry):
+                self._problems.append(self._describe_kinds(entry))
         for name, section in self.checkpoint.sections.items():
             due = last or (section.kind in _MODEL_KINDS and self.set_up)
             asked = matches(name, self._list_asked()) and not self._is_left_out(name)
@@ -387,7 +309,9 @@ class Resume:
         """Whether a section is of a plugin that is blocked, or of what such a one looked after."""
         assert self.checkpoint is not None
         section = self.checkpoint.sections[name]
-        return bool(self._blocked & {name, section.distribution}) or name in self.components
+        looked_after = {each.name for each in self._entries() if each.origin == BY_HAND}
+        alone = name in self.components and name not in looked_after
+        return alone or bool(self._blocked & {name, section.distribution})
 
     def _is_left_out(self, name: str) -> bool:
         return matches(name, self.request.skip) or self._is_blocked(name)
@@ -417,6 +341,25 @@ class Resume:
         if name not in checkpoint.sections:
             return "missing"
         return "empty" if checkpoint.sections[name].empty else "restored"
+
+    def _is_another_kind(self, entry: Registered) -> bool:
+        """Whether a section that is to be restored was saved for another kind of thing."""
+        if (
+            self.checkpoint is None
+            or not entry.has_section
+            or self._judge(entry.name) != "restored"
+        ):
+            return False
+        return self.checkpoint.sections[entry.name].kind != (entry.kind or "")
+
+    def _describe_kinds(self, entry: Registered) -> HookbusError:
+        assert self.checkpoint is not None
+        section = self.checkpoint.sections[entry.name]
+        return MismatchError(
+            f"section {entry.name!r} was saved by {section.plugin}, of kind {section.kind!r}, and"
+            f" the run has {type(entry.plugin).__qualname__}, of kind {entry.kind or ''!r}; attach"
+            f" the same sort of thing, or pass skip=({entry.name!r},)"
+        )
 
     def _describe_missing(self, entry: Registered) -> HookbusError:
         assert self.checkpoint is not None

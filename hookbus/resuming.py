@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from hookbus.checkpoint import Checkpoint
-from hookbus.errors import CallError
+from hookbus.choosing import find_way_out
+from hookbus.errors import CallError, CorruptCheckpointError
 from hookbus.logs import logger
 from hookbus.plugins import Plugins
 from hookbus.registration import Registered
@@ -96,12 +97,15 @@ def _follow_up(
 
 def _verify(resume: Resume, checkpoint: Checkpoint, watch: Watch) -> None:
     wanted = resume.list_wanted()
-    if resume.request.verify == "sizes":
-        checkpoint.verify(wanted, hashes=False)
-        return
     total = sum(checkpoint.sections[name].bytes for name in wanted)
-    with watch("verifying", checkpoint.path, checkpoint.step, total) as on_bytes:
-        checkpoint.verify(wanted, on_bytes=on_bytes)
+    try:
+        if resume.request.verify == "sizes":
+            checkpoint.verify(wanted, hashes=False)
+        else:
+            with watch("verifying", checkpoint.path, checkpoint.step, total) as on_bytes:
+                checkpoint.verify(wanted, on_bytes=on_bytes)
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{error}; {find_way_out(checkpoint.path)}") from error
 
 
 def _check(resume: Resume, plugins: Plugins, *, last: bool) -> None:

@@ -255,6 +255,109 @@ def data_scene(
         if loader.generator is not None:
             attached["witness"] = loader.generator  # so that its bits are compared at the end
         body = make_body(model, optimizer, accumulate)
-        return Parts(loader, body, attached, run_head, run_tail, epochs, options or {})
+        return Parts(attached, loader, body, run_head, run_tail, epochs, options or {})
+
+    return build
+
+
+def make_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.5), nn.Linear(6, 1)
+    )
+
+
+def make_matrices() -> nn.Module:
+    """Only matrices, for optimizers that take nothing else."""
+    return nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 1, bias=False))
+
+
+class Embedding(nn.Module):
+    """Has sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(SAMPLES + 1, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table((x[:, 0] * SAMPLES).round().long()).sum(1)
+
+
+def training_scene(
+    make_optimizer: Callable[[Any], Any],
+    make_scheduler: Callable[[Any], Any] | None = None,
+    *,
+    net: Callable[[], nn.Module] = make_net,
+    scheduled: str = "batch",
+    accumulate: int = 1,
+    clear: str = "last",
+    overflow: tuple[int, ...] | None = None,
+    ema: bool = False,
+    samples_a_batch: int = BATCH,
+) -> Callable[[], Parts]:
+    """A run of two epochs; ``overflow`` has a gradient scaler and the batches that overflow."""
+
+    def build() -> Parts:
+        model = net()
+        optimizer = make_optimizer(model.parameters())
+        scheduler = make_scheduler(optimizer) if make_scheduler else None
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3, backoff_factor=0.25)
+        scaler = None if overflow is None else scaler
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True) if ema else None
+        seen = {"loss": 0.0}
+
+        def find_loss(x: torch.Tensor) -> torch.Tensor:
+            return ((model(x / SAMPLES) - 1) ** 2).mean() / accumulate
+
+        def body(batch: int, x: torch.Tensor) -> None:
+            if clear == "first" and (batch - 1) % accumulate == 0:
+                optimizer.zero_grad()
+            if clear == "first, zeros" and (batch - 1) % accumulate == 0:
+                optimizer.zero_grad(set_to_none=False)
+            loss = find_loss(x)
+            seen["loss"] += loss.item()
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(lambda: close(x))
+            elif scaler is None:
+                loss.backward()
+                if batch % accumulate == 0:
+                    optimizer.step()
+            else:
+                scaler.scale(loss * (float("inf") if batch in overflow else 1)).backward()
+                if batch % accumulate == 0:
+                    scaler.step(optimizer)
+                    scaler.update()
+            if batch % accumulate == 0:
+                if clear == "last":
+                    optimizer.zero_grad()
+                if scheduler is not None and scheduled == "batch":
+                    scheduler.step()
+                if average is not None:
+                    average.update_parameters(model)
+
+        def close(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = find_loss(x)
+            loss.backward()
+            return loss
+
+        def tail(epoch: int) -> None:
+            if scheduler is None or scheduled != "epoch":
+                return
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(seen["loss"])
+            else:
+                scheduler.step()
+
+        attached = {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler,
+            "scaler": scaler,
+            "ema": average,
+            "data": make_loader(batch_size=samples_a_batch),
+            "seen": seen,
+        }
+        attached = {name: each for name, each in attached.items() if each is not None}
+        return Parts(attached, attached["data"], body, tail=tail, epochs=2)
 
     return build

@@ -27,6 +27,7 @@ from builtin_plugins import Loop
 from hookbus.errors import (
     BusError,
     CallError,
+    CheckpointNotFoundError,
     HookbusError,
     LoopError,
     ManyErrors,
@@ -188,6 +189,26 @@ def test_all_problems_of_all_plugins_are_raised_together_before_the_first_change
             }
         with pytest.raises(SaveError, match="there is no run to save into"):
             bus.save(step=2)
+
+
+def test_a_section_of_another_kind_of_thing_is_refused_in_its_own_words(tmp_path: Path) -> None:
+    things = {"x": {"a": 1}}, {"x": nn.Linear(2, 2)}
+    for i, (saved, live) in enumerate([things, things[::-1]]):
+        run = tmp_path / str(i)
+        with hookbus.HookBus() as bus:
+            bus.attach(**saved)
+            bus.resume(run)
+            bus.save(step=1)
+        with hookbus.HookBus() as bus:
+            bus.attach(**live)
+            with pytest.raises(MismatchError) as caught:
+                bus.resume(run)
+            kinds = ["Values, of kind 'state'", "Model, of kind 'model'"][:: -1 if i else 1]
+            assert str(caught.value) == (
+                f"section 'x' was saved by {kinds[0]}, and the run has {kinds[1]}; attach the same"
+                " sort of thing, or pass skip=('x',)"
+            )
+            bus.resume(run, skip=("x",))
 
 
 def test_several_errors_are_taken_apart_by_their_kinds() -> None:
@@ -371,7 +392,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if mounted.returncode:
         pytest.skip("no right to mount a tmpfs here")
     yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
 def test_a_full_disk_leaves_the_old_checkpoint_whole_and_nothing_behind(small_disk: Path) -> None:
@@ -597,8 +618,11 @@ def test_a_resume_that_fails_leaves_no_run_to_save_into(tmp_path: Path) -> None:
             bus.resume(tmp_path / "b")
         with pytest.raises(SaveError, match="there is no run to save into"):
             bus.save(step=2)
-        with pytest.raises(HookbusError):
-            bus.resume(tmp_path / "a", step=7)
+        bus.resume(tmp_path / "a")
+        with pytest.raises(CheckpointNotFoundError):
+            bus.resume(tmp_path / "b", step=7)
+        with pytest.raises(SaveError, match="there is no run to save into"):
+            bus.save(step=2)  # it holds the lock of neither
         bus.resume(tmp_path / "a")
         bus.save(step=2)
     assert [len(hookbus.checkpoints(tmp_path / name)) for name in "ab"] == [2, 1]

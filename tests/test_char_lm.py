@@ -24,6 +24,8 @@ def start(run: Path, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Two threads each on two cores that are shared spend their time waiting for each other.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 

@@ -14,6 +14,7 @@ import torch
 
 import hookbus
 from hookbus.errors import (
+    AttachError,
     CallError,
     ManyErrors,
     MissingSectionError,
@@ -171,6 +172,14 @@ def test_each_that_fails_fails_alone_and_by_name(
         f"plugin 'broken-hook:{name}' (broken-hook 2.0) could not be loaded: {text}"
         for name, text in texts.items()
     )
+
+
+def test_who_could_not_be_loaded_is_named_where_nobody_can_look_after_a_component(
+    install: Install,
+) -> None:
+    install("sad-hook", "1", {"a": "sad_hook"}, sad_hook="raise ImportError('on purpose')")
+    with pytest.raises(AttachError, match="; sad-hook:a could not be loaded; give it state_dict"):
+        hookbus.HookBus().attach(x=object())
 
 
 def test_the_second_of_two_entries_of_one_name_fails_by_name(install: Install) -> None:

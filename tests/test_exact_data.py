@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from exact import CUT, Where, list_places, run_bus, run_plain
+from exact import CUT, Where, check_exact, cut_and_go_on, list_places, run_bus, run_plain
 from scenes import data_scene, make_loader
 
 from hookbus.errors import SamplerError
@@ -51,23 +51,12 @@ IN_PROCESS = {
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_a_run_cut_at_any_batch_goes_on_bit_for_bit(name: str, tmp_path) -> None:
+def test_a_run_is_the_plain_one_and_goes_on_bit_for_bit_from_any_batch(name: str, tmp_path) -> None:
     """Source: huggingface/accelerate#2016, #4233, #4071; huggingface/transformers#46628, #11323;
-    Lightning-AI/pytorch-lightning#19764, #5325, #850; NVIDIA-NeMo/Megatron-Bridge#5257.
+    Lightning-AI/pytorch-lightning#19764, #5325, #850; NVIDIA-NeMo/Megatron-Bridge#5257;
+    pytorch/pytorch#122697, #164929.
     """
-    build = IN_PROCESS[name]
-    expected = run_plain(build)
-    for number, place in enumerate(list_places(build)):
-        assert cut_and_go_on(build, tmp_path / str(number), [place]) == expected, place
-
-
-@pytest.mark.parametrize("name", IN_PROCESS)
-def test_a_run_on_a_bus_is_the_run_without_it(name: str, tmp_path) -> None:
-    """Source: pytorch/pytorch#122697; pytorch/pytorch#164929."""
-    build = IN_PROCESS[name]
-    expected = run_plain(build)
-    assert run_bus(build, tmp_path / "silent") == expected
-    assert run_bus(build, tmp_path / "saving", saves=list_places(build)) == expected
+    check_exact(IN_PROCESS[name], tmp_path)
 
 
 @pytest.mark.parametrize("name", [name for name in IN_PROCESS if name != "accumulation"])
@@ -105,13 +94,7 @@ WORKERS = {
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_run_with_workers_goes_on_bit_for_bit(name: str, tmp_path) -> None:
     """Source: huggingface/accelerate#4204, #3110; open-mmlab/mmengine#1520."""
-    build = WORKERS[name]
-    expected = run_plain(build)
-    assert run_bus(build, tmp_path / "silent") == expected
-    cuts: list[Where] = [("body", 0, 2), ("body", 1, 1), ("body", 1, 3), ("tail", 1, 0)]
-    assert cut_and_go_on(build, tmp_path / "all", cuts) == expected
-    for number, cut in enumerate(cuts):
-        assert cut_and_go_on(build, tmp_path / str(number), [cut]) == expected, cut
+    check_exact(WORKERS[name], tmp_path, every=3)
 
 
 def test_a_run_goes_on_bit_for_bit_with_fewer_workers_or_none(tmp_path) -> None:
@@ -171,7 +154,7 @@ def test_a_changed_batch_size_or_dataset_is_found(tmp_path) -> None:
 
 def test_a_sampler_that_remembers_and_cannot_tell_is_warned_of_once(tmp_path, caplog) -> None:
     run_bus(data_scene("forgetful epoch"), tmp_path, saves=list_places(data_scene()))
-    warnings = [r for r in caplog.records if "ForgetfulEpoch.epoch changes" in r.message]
+    warnings = [r for r in caplog.records if "ForgetfulEpoch, 18 samples): sampler.epoch changes" in r.message]
     assert len(warnings) == 1
 
 
@@ -188,9 +171,3 @@ def test_negative_control_without_one_of_them_the_bits_differ(name: str, tmp_pat
     build = BLOCKED[name]
     assert run_bus(build, tmp_path, cut=("body", 1, 2), block=(name,)) is CUT
     assert run_bus(build, tmp_path, seed_number=9, block=(name,)) != run_plain(build)
-
-
-def cut_and_go_on(build, run, cuts: list[Where], **options):
-    for number, cut in enumerate(cuts):
-        assert run_bus(build, run, cut=cut, seed_number=number, **options) is CUT
-    return run_bus(build, run, seed_number=99, **options)

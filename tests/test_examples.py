@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def run(example: str, folder: Path) -> subprocess.CompletedProcess[str]:
     process = subprocess.run(
-        [sys.executable, EXAMPLES / f"{example}.py", folder], capture_output=True, text=True
+        [sys.executable, EXAMPLES / f"{example}.py", folder],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert process.returncode == 0, process.stderr
     return process

@@ -14,7 +14,7 @@ from torch import nn
 
 import hookbus
 from builtin_plugins import Loop
-from hookbus.errors import CallError, MismatchError, UnattachedError
+from hookbus.errors import CallError, MismatchError, UnattachedError, UnclaimedSectionError
 
 torch.set_num_threads(1)
 
@@ -177,6 +177,46 @@ def test_a_loader_made_before_the_resume_goes_on_at_its_place(tmp_path: Path) ->
 
 
 # -- sharding by function -----------------------------------------------------------------------
+
+
+class Checks(Keeper):
+    """Counts how often it is asked whether its section fits."""
+
+    checked = 0
+
+    @hookbus.hookimpl
+    def check_state(self) -> None:
+        self.checked += 1
+
+
+def test_a_section_is_checked_until_it_is_restored_and_never_if_it_is_not(tmp_path: Path) -> None:
+    def resume(**options: Any) -> list[int]:
+        plugins = {"model": Checks(), "state": Checks("restore_training_state")}
+        with make_bus(**plugins) as bus:
+            bus.resume(tmp_path, **options)
+        return [plugin.checked for plugin in plugins.values()]
+
+    assert resume() == [0, 0]
+    save_keepers(tmp_path)
+    assert resume() == [2, 3]
+    assert resume(stage="test") == [2, 0]
+    assert resume(skip=("model",)) == [0, 3]
+    assert resume(init_from=tmp_path, skip=("state",)) == [2, 0]
+
+
+def test_a_model_that_nobody_restores_is_missed_before_weights_come_back(tmp_path: Path) -> None:
+    class Model(Keeper):
+        kind = "model"
+
+    with make_bus(generator=Model(), critic=Model(), state=Keeper()) as bus:
+        bus.resume(tmp_path)
+        bus.save(step=1)
+    model = Model()
+    with make_bus(generator=model) as bus:
+        resume = bus.prepare(tmp_path)
+        with pytest.raises(UnclaimedSectionError, match="section 'critic'"):
+            resume.restore_model()  # the state may still come to life, the model may not
+    assert model.restored == 0
 
 
 class Wrapper(nn.Module):

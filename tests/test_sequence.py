@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from keepers import BEHIND, IN_FRONT, WAYS, Keeper, Way, fire, make_bus, make_spy, save_keepers
 
@@ -91,6 +91,8 @@ def turns(draw: st.DrawFn) -> list[str]:
 
 
 @settings(deadline=None, max_examples=150)
+@example("fresh", [event for event in IN_FRONT if event != "restore_model"] + ["on_setup"])
+@example("fresh", [*BEHIND[:4], "restore_training_state", "restore_model"])
 @given(st.sampled_from(["fit", "behind", "test", "fresh"]), turns())
 def test_every_wrong_turn_is_an_error_and_changes_nothing(
     saved: Path, empty: Path, situation: str, events: list[str]

@@ -1,0 +1,310 @@
+"""One pass through a loader: how far it is, the proof of it, and how it is taken up there."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+from torch.utils.data import IterableDataset
+
+from builtin_plugins import proof
+from builtin_plugins.gate import Draws
+from builtin_plugins.loader import (
+    Loader,
+    count_workers,
+    describe,
+    has_own_state,
+    has_persistent_workers,
+    read_attributes,
+)
+from hookbus.errors import SamplerError
+
+logger = logging.getLogger("hookbus")
+
+Digests: TypeAlias = Mapping[str, str]
+
+
+@attrs.frozen
+class Repeat:
+    """How the script lets a loader be taken up in the middle of an epoch.
+
+    ``replay`` loads the batches that are done and drops them; ``inexact_ok`` goes on where an
+    exact resume is impossible.
+    """
+
+    replay: bool = False
+    inexact_ok: bool = False
+
+
+class Pass:
+    """Hands out one epoch of a loader, from its start or from where a saved pass stood.
+
+    A `DataLoader` over a map-style dataset skips by drawing indices, without loading a sample. One
+    with a state of its own (`state_dict`) is given it back. Anything else is replayed.
+    """
+
+    def __init__(self, loader: Loader, watch: Callable[[], Digests], repeat: Repeat) -> None:
+        self._loader = loader
+        self._source = loader.component
+        self._watch = watch
+        self._repeat = repeat
+        self.draws: Draws | None = None
+        self._handed = 0
+        self._digest = proof.START
+        self._skipped = False
+        self._moved_by_data: set[str] = set()
+        self._moved_by_training: set[str] = set()
+        self._last_digests: Digests = {}
+        self._attributes = read_attributes(self._source)
+        loader.workers_of_pass = has_persistent_workers(loader.component)
+
+    def begin(self) -> Iterator[Any]:
+        """Make the iterator of a whole epoch.
+
+        Raises:
+            SamplerError: persistent workers have drawn, or a sampler has forgotten.
+        """
+        self._check_memories()
+        self._check_draws()
+        return self._make_iterator()
+
+    def take_up(self, position: Mapping[str, Any]) -> Iterator[Any]:
+        """Make the iterator of an epoch of which some batches are done.
+
+        Called with the streams as they were when that epoch's iterator was made.
+
+        Raises:
+            SamplerError: the data that was handed out, or the data to come, cannot be repeated.
+        """
+        self._loader.remembered.clear()
+        self._moved_by_data |= set(position["moved by data"])
+        self._moved_by_training |= set(position["moved by training"])
+        self._check_draws()
+        if count_workers(self._source) and not getattr(self._source, "in_order", True):
+            self._refuse("in_order=False lets workers overtake each other")
+        self._skipped = self._can_skip(position)
+        if not self._skipped:
+            iterator = self._replay(position)
+        elif self._is_gated:
+            iterator = self._make_iterator(position["batch"], position["ahead"])
+        else:
+            self._source.load_state_dict(position["state"])  # type: ignore[attr-defined]
+            iterator = self._make_iterator()
+            self._digest = position["digest"]
+        self._check_order(position)
+        self._handed = position["batch"]
+        return iterator
+
+    def fetch(self, iterator: Iterator[Any]) -> tuple[Any, int]:
+        """Return the next batch, and how many samples are in it."""
+        batch = self._fetch_watched(iterator) if self._is_watched else next(iterator)
+        samples = self._count(batch)
+        self._handed += 1
+        self._check_draws()
+        return batch, samples
+
+    def end(self) -> None:
+        """End the pass; its iterator is exhausted or was left."""
+        self._loader.workers_of_pass = None
+        self._look_for_memories()
+
+    def read_position(self) -> dict[str, Any]:
+        """Return where this pass stands and the proof of it, as plain values."""
+        self._look_for_memories()
+        draws = self.draws
+        return {
+            "batch": self._handed,
+            "digest": draws.handed.digest if draws else self._digest,
+            "ahead": draws.ahead if draws else 0,
+            "digest ahead": draws.drawn.digest if draws else None,
+            "moved by data": sorted(self._moved_by_data),
+            "moved by training": sorted(self._moved_by_training),
+            "described": describe(self._source),
+            # A stateful loader that is asked before it is iterated starts its workers and draws.
+            "state": copy.deepcopy(self._source.state_dict())  # type: ignore[attr-defined]
+            if has_own_state(self._source)
+            else None,
+        }
+
+    # -- ways to where it stood ----------------------------------------------------------------
+
+    def _make_iterator(self, skip: int = 0, ahead: int = 0) -> Iterator[Any]:
+        gate = self._loader.gate
+        with self._loader.spying():
+            if gate is None or not self._is_gated:
+                return iter(self._source)
+            watch = self._watch if skip or ahead else None
+            iterator, self.draws = gate.iterate(self._source, skip, ahead, watch)  # type: ignore[arg-type]
+            return iterator
+
+    def _replay(self, position: Mapping[str, Any]) -> Iterator[Any]:
+        batches = position["batch"]
+        both = self._moved_by_data & self._moved_by_training
+        if both and not count_workers(self._source):
+            self._refuse(
+                f"the data and the training draw from the same streams ({', '.join(sorted(both))})"
+                " in this process; give the dataset a generator of its own"
+            )
+        iterator = self._make_iterator(0, batches + position["ahead"])
+        logger.warning(
+            "%s: the %d batches that are done are loaded again and dropped",
+            describe(self._source),
+            batches,
+        )
+        for done in range(batches):
+            try:
+                self._count(next(iterator))
+            except StopIteration:
+                raise SamplerError(
+                    f"{describe(self._source)}: {batches} batches of this epoch are done, and it"
+                    f" has only {done} now"
+                ) from None
+        return iterator
+
+    # -- what cannot be repeated ---------------------------------------------------------------
+
+    def _can_skip(self, position: Mapping[str, Any]) -> bool:
+        if not self._is_gated and position["state"] is None:
+            return False
+        if not (count_workers(self._source) and self._loader.has_drawn):
+            return True
+        if not self._repeat.replay:
+            self._refuse(
+                "its workers drew random numbers; pass batches(loader, replay=True) to load the"
+                f" {position['batch']} batches again and drop them"
+            )
+        return not self._repeat.replay
+
+    def _check_draws(self) -> None:
+        if not self._loader.has_drawn:
+            return
+        if self._loader.no_draws is not None:
+            self._refuse(f"its workers drew random numbers: {self._loader.no_draws}")
+        elif self._skipped:
+            self._refuse(
+                "its workers drew random numbers, and others than before would have;"
+                " pass batches(loader, replay=True)"
+            )
+
+    def _check_order(self, position: Mapping[str, Any]) -> None:
+        draws = self.draws
+        if (draws.handed.digest if draws else self._digest) != position["digest"]:
+            what = "indices" if draws else "contents"
+            self._refuse(
+                f"the {what} of the {position['batch']} batches that are done are not those of the"
+                f" saved run ({position['described']}; now {describe(self._source)}): the sampler"
+                " or the dataset has a memory of its own (give the sampler state_dict and"
+                " load_state_dict), set_epoch was not called, or dataset or batch size changed"
+            )
+        if draws is None:
+            return
+        saved = position["batch"] + position["ahead"]
+        if draws.drawn.batches == saved and draws.drawn.digest != position["digest ahead"]:
+            self._refuse(
+                f"the {position['ahead']} batches that the saved run had drawn ahead are not"
+                " repeated: the sampler draws from a stream that something else moves"
+            )
+        if draws.moved_a_stream:
+            self._refuse(
+                f"this run draws {draws.ahead} batches ahead, the saved one {position['ahead']},"
+                " and the sampler moves a stream meanwhile; pass the num_workers and"
+                " prefetch_factor of the saved run"
+            )
+
+    def _check_memories(self) -> None:
+        """Compare what samplers remember from pass to pass, where no state tells it."""
+        live = read_attributes(self._source)
+        saved, self._loader.remembered = self._loader.remembered, {}
+        forgotten = [
+            f"{way} was {value}, is {live.get(way)}"
+            for way, value in saved.items()
+            if live.get(way) != value
+        ]
+        if forgotten:
+            self._refuse(
+                f"a sampler has forgotten ({', '.join(forgotten)}): call its set_epoch, or give it"
+                " state_dict and load_state_dict"
+            )
+
+    def _look_for_memories(self) -> None:
+        for way, value in read_attributes(self._source).items():
+            if self._attributes.get(way, value) != value:
+                self._loader.memories.add(way)
+                self._loader.warn(
+                    f"{describe(self._source)}: {way} changes while it is iterated and is not"
+                    " saved; give the sampler state_dict and load_state_dict"
+                )
+
+    def _refuse(self, why: str) -> None:
+        text = f"{describe(self._source)} cannot go on exactly: {why}"
+        if not self._repeat.inexact_ok:
+            raise SamplerError(f"{text}; or pass batches(loader, inexact_ok=True)")
+        self._loader.warn(f"{text}; going on, as inexact_ok=True says")
+
+    # -- inside --------------------------------------------------------------------------------
+
+    @property
+    def _is_gated(self) -> bool:
+        dataset = getattr(self._source, "dataset", None)
+        return self._loader.gate is not None and not isinstance(dataset, IterableDataset)
+
+    @property
+    def _is_watched(self) -> bool:
+        if count_workers(self._source):
+            return False
+        return self.draws is None or self._loader.no_draws is not None
+
+    def _count(self, batch: Any) -> int:
+        if self.draws is not None:
+            return self.draws.hand()
+        self._digest = proof.extend(self._digest, batch)
+        return _count_samples(batch)
+
+    def _fetch_watched(self, iterator: Iterator[Any]) -> Any:
+        """Return the next batch, and see which streams the data moves in this process."""
+        if self.draws is not None:
+            self.draws.prepare()
+        before = self._watch()
+        batch = next(iterator)
+        after = self._watch()
+        self._moved_by_data |= _list_moved(before, after)
+        if self._last_digests:
+            self._moved_by_training |= _list_moved(self._last_digests, before)
+        self._last_digests = after
+        if self.draws is not None and self._moved_by_data:
+            self._refuse(f"the data draws random numbers: {self._loader.no_draws}")
+        return batch
+
+
+class BlindPass:
+    """A pass through a loader that nobody looks after, since the plugin is blocked."""
+
+    draws = None
+
+    def fetch(self, iterator: Iterator[Any]) -> tuple[Any, int]:
+        return next(iterator), 0
+
+    def end(self) -> None:
+        """Nothing is kept."""
+
+    def read_position(self) -> None:
+        return None
+
+
+def _list_moved(before: Digests, after: Digests) -> set[str]:
+    return {name for name, value in after.items() if before.get(name, value) != value}
+
+
+def _count_samples(batch: Any) -> int:
+    match batch:
+        case Mapping():
+            return next((n for value in batch.values() if (n := _count_samples(value))), 0)
+        case list() | tuple():
+            return next((n for value in batch if (n := _count_samples(value))), 0)
+        case _ if getattr(batch, "ndim", None) is not None:
+            return len(batch) if batch.ndim else 1
+        case _:
+            return 0

@@ -1,0 +1,95 @@
+"""What a resume is asked for."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+import attrs
+
+from hookbus.errors import CallError
+
+if TYPE_CHECKING:
+    from hookbus.resume import Resume
+
+Stage = Literal["fit", "validate", "test", "predict"]
+SetUp = Callable[["Resume"], None]
+Shard = Callable[["Resume"], object]
+
+
+class Options(TypedDict, total=False):
+    """The arguments of ``bus.resume``, which are explained there."""
+
+    step: int | None
+    stage: Stage
+    only: Sequence[str] | None
+    skip: Sequence[str]
+    missing_ok: Sequence[str]
+    init_from: str | os.PathLike[str] | None
+    init_only: Sequence[str]
+    setup: SetUp | None
+    configure_sharded: Shard | None
+    verify: Literal["hashes", "sizes"]
+
+
+STAGES = ("fit", "validate", "test", "predict")
+
+
+def _check_words(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is None and attribute.name == "only":
+        return
+    if isinstance(value, str):
+        raise CallError(f"{attribute.name}={value!r}: pass a tuple of names, such as ({value!r},)")
+    if not isinstance(value, Collection) or not all(isinstance(word, str) for word in value):
+        raise CallError(f"{attribute.name}={value!r}: pass a tuple of names or shell patterns")
+
+
+def _check_choice(*choices: str) -> Callable[[object, attrs.Attribute[Any], object], None]:
+    def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+        if value not in choices:
+            raise CallError(f"{attribute.name}={value!r}: pass one of {', '.join(choices)}")
+
+    return check
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Request:
+    """What ``bus.resume`` was asked for; the arguments are explained there."""
+
+    step: int | None = None
+    stage: Stage = attrs.field(default="fit", validator=_check_choice(*STAGES))
+    only: Sequence[str] | None = attrs.field(default=None, validator=_check_words)
+    skip: Sequence[str] = attrs.field(default=(), validator=_check_words)
+    missing_ok: Sequence[str] = attrs.field(default=(), validator=_check_words)
+    init_from: str | os.PathLike[str] | None = None
+    init_only: Sequence[str] = attrs.field(default=("model",), validator=_check_words)
+    setup: SetUp | None = None
+    configure_sharded: Shard | None = None
+    verify: Literal["hashes", "sizes"] = attrs.field(
+        default="hashes", validator=_check_choice("hashes", "sizes")
+    )
+
+    @classmethod
+    def make(cls, options: Options) -> Request:
+        names = [field.name for field in attrs.fields(cls)]
+        unknown = [name for name in options if name not in names]
+        if unknown:
+            raise CallError(
+                f"resume() has no argument {', '.join(map(repr, unknown))}; there are"
+                f" {', '.join(names)}"
+            )
+        return cls(**options)
+
+    def __attrs_post_init__(self) -> None:
+        if self.step is not None and (type(self.step) is not int or self.step < 0):
+            raise CallError(f"step={self.step!r}: pass a whole number of steps, or None")
+        if self.only is not None and self.stage == "fit":
+            raise CallError('only= is for the stages "validate", "test", "predict"; pass skip=')
+        if self.init_from is not None and (self.stage != "fit" or self.step is not None):
+            raise CallError('init_from= is for stage="fit" without step=')
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
