@@ -55,8 +55,10 @@ class Pass:
         self._handed = 0
         self._digest = proof.START
         self._skipped = False
-        self._moved_by_data: set[str] = set()
+        # Streams that training has moved in this pass, and those of them that the data drew from
+        # afterwards, so that a replay without the training would draw other numbers.
         self._moved_by_training: set[str] = set()
+        self._entangled: set[str] = set()
         self._last_digests: Digests = {}
         self._attributes = read_attributes(self._source)
         loader.workers_of_pass = has_persistent_workers(loader.component)
@@ -80,8 +82,8 @@ class Pass:
             SamplerError: the data that was handed out, or the data to come, cannot be repeated.
         """
         self._loader.remembered.clear()
-        self._moved_by_data |= set(position["moved by data"])
         self._moved_by_training |= set(position["moved by training"])
+        self._entangled |= set(position["entangled"])
         self._check_draws()
         if count_workers(self._source) and not getattr(self._source, "in_order", True):
             self._refuse("in_order=False lets workers overtake each other")
@@ -120,8 +122,8 @@ class Pass:
             "digest": draws.handed.digest if draws else self._digest,
             "ahead": draws.ahead if draws else 0,
             "digest ahead": draws.drawn.digest if draws else None,
-            "moved by data": sorted(self._moved_by_data),
             "moved by training": sorted(self._moved_by_training),
+            "entangled": sorted(self._entangled),
             "described": describe(self._source),
             # A stateful loader that is asked before it is iterated starts its workers and draws.
             "state": copy.deepcopy(self._source.state_dict())  # type: ignore[attr-defined]
@@ -142,11 +144,11 @@ class Pass:
 
     def _replay(self, position: Mapping[str, Any]) -> Iterator[Any]:
         batches = position["batch"]
-        both = self._moved_by_data & self._moved_by_training
-        if both and not count_workers(self._source):
+        if self._entangled:
             self._refuse(
-                f"the data and the training draw from the same streams ({', '.join(sorted(both))})"
-                " in this process; give the dataset a generator of its own"
+                "the data and the training draw from the same streams"
+                f" ({', '.join(sorted(self._entangled))}) in this process; give the dataset a"
+                " generator of its own"
             )
         iterator = self._make_iterator(0, batches + position["ahead"])
         logger.warning(
@@ -268,13 +270,13 @@ class Pass:
         if self.draws is not None:
             self.draws.prepare()
         before = self._watch()
-        batch = next(iterator)
-        after = self._watch()
-        self._moved_by_data |= _list_moved(before, after)
         if self._last_digests:
             self._moved_by_training |= _list_moved(self._last_digests, before)
-        self._last_digests = after
-        if self.draws is not None and self._moved_by_data:
+        batch = next(iterator)
+        self._last_digests = self._watch()
+        moved = _list_moved(before, self._last_digests)
+        self._entangled |= moved & self._moved_by_training
+        if self.draws is not None and moved:
             self._refuse(f"the data draws random numbers: {self._loader.no_draws}")
         return batch
 

@@ -25,7 +25,7 @@ from hookbus.request import Options, Request
 from hookbus.resume import Resume
 from hookbus.resuming import abandon, describe_start
 from hookbus.resuming import fire as fire_restore_event
-from hookbus.saver import Pace, Saver
+from hookbus.saver import Pace, Saver, warn_at_exit
 from hookbus.sequence import RESUME_EVENTS
 from hookbus.transfer import Transfer
 
@@ -245,10 +245,14 @@ class HookBus:
             self._saver.write_asked()
 
     def close(self) -> None:
-        """Write the save that was asked for, if any, and let the run directory go."""
+        """Write the save that was asked for, if any, and let the run directory go.
+
+        While an exception is being handled, as in a ``finally``, it is not written: the batch in
+        hand may be half done.
+        """
         try:
             if self._saver is not None and not self._closed:
-                self._saver.write_asked()
+                self._saver.write_last()
         finally:
             self._let_go()
 
@@ -264,8 +268,7 @@ class HookBus:
         if self._closed:
             raise BusError("this bus was closed; make a new one")
         request = Request.make(options)
-        path = Path(run)
-        check_run(path)
+        path = check_run(run)
         for each in EVENTS:
             self.order(each)  # a circle in the order of saving is said now, and not at a save
         if request.stage == "fit":
@@ -321,6 +324,7 @@ class HookBus:
                 pace=self._loop,
             )
             self._saver.note_position()
+            warn_at_exit(self, self._saver.asked)
         say(describe_start(resume))
         if checkpoint is not None:
             checkpoint.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hookbus.checkpoint import (
@@ -21,21 +22,31 @@ from hookbus.errors import (
 from hookbus.request import Request
 
 
-def check_run(run: Path) -> None:
-    """Refuse the path of a checkpoint, and of a file, where a run directory belongs."""
-    named = read_folder_name(run.name)
-    if (run / "manifest.json").is_file() or (named and run.is_dir()):
+def check_run(run: str | os.PathLike[str]) -> Path:
+    """Return the run directory's absolute path, so that a later ``chdir`` does not move the run.
+
+    Raises:
+        CallError: it is no path, or that of a checkpoint or a file.
+    """
+    if not isinstance(run, (str, os.PathLike)) or not os.fspath(run) or "\0" in str(run):
+        raise CallError(f"run={run!r}: pass the path of the run directory")
+    path = Path(run).absolute()
+    named = read_folder_name(path.name)
+    if named or (path / "manifest.json").is_file():
         here = (
-            f"pass {str(run.parent)!r} (and step={named[0]} for just this one), or"
+            f"pass {str(path.parent)!r} (and step={named[0]} for just this one), or"
             if named
             else "pass"
         )
+        what = "is a checkpoint, not a run directory"
+        if not path.is_dir():
+            what = "is named like a checkpoint, which a run directory must not be"
         raise CallError(
-            f"{run} is a checkpoint, not a run directory: {here} init_from={str(run)!r} to start a"
-            " new run from it"
+            f"{path} {what}: {here} init_from={str(path)!r} to start a new run from it"
         )
-    if run.exists() and not run.is_dir():
-        raise CallError(f"{run} is a file; pass the run directory, which need not exist yet")
+    if path.exists() and not path.is_dir():
+        raise CallError(f"{path} is a file; pass the run directory, which need not exist yet")
+    return path
 
 
 def choose(run: Path, request: Request) -> tuple[Checkpoint | None, bool]:

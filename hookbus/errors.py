@@ -30,6 +30,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 
@@ -137,8 +138,22 @@ class ManyErrors(HookbusError, ExceptionGroup[HookbusError]):  # noqa: N818 - a 
 
 
 def raise_all(message: str, problems: Sequence[HookbusError]) -> None:
-    """Raise one problem as itself, several as a `ManyErrors`, none not at all."""
+    """Raise one problem as itself, several as a `ManyErrors`, none not at all.
+
+    A group whose members are all of one kind is of that kind too, so that ``except ResumeError``
+    catches one problem and many.
+    """
     if len(problems) == 1:
         raise problems[0]
     if problems:
-        raise ManyErrors(message, problems)
+        common = [
+            kind for kind in type(problems[0]).__mro__ if all(isinstance(p, kind) for p in problems)
+        ]
+        raise _find_group(common[0])(message, problems)
+
+
+@functools.cache
+def _find_group(kind: type) -> type[ManyErrors]:
+    if issubclass(ManyErrors, kind):
+        return ManyErrors
+    return type("ManyErrors", (ManyErrors, kind), {"__module__": __name__})

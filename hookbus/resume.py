@@ -210,6 +210,8 @@ class Resume:
                 self._problems.append(self._describe_missing(entry))
             if self._concerns(entry) and self._is_another_kind(entry):
                 self._problems.append(self._describe_kinds(entry))
+            if entry.kind == "loop":
+                self._check_progress(entry)
         for name, section in self.checkpoint.sections.items():
             due = last or (section.kind in _MODEL_KINDS and self.set_up)
             asked = matches(name, self._list_asked()) and not self._is_left_out(name)
@@ -360,6 +362,20 @@ class Resume:
             f" the run has {type(entry.plugin).__qualname__}, of kind {entry.kind or ''!r}; attach"
             f" the same sort of thing, or pass skip=({entry.name!r},)"
         )
+
+    def _check_progress(self, entry: Registered) -> None:
+        """Refuse a loop that would begin at step 0 in a run whose newest checkpoint is further."""
+        assert self.checkpoint is not None
+        is_this_run = self.stage == "fit" and not self.fresh
+        if is_this_run and self.checkpoint.step and self._judge(entry.name) != "restored":
+            self._problems.append(
+                ResumeError(
+                    f"without section {entry.name!r} the loop would begin at step 0, below the"
+                    f" newest checkpoint, step {self.checkpoint.step}, and what it saves would"
+                    " never be taken; start a run of its own:"
+                    f" resume(NEW, init_from={str(self.checkpoint.path)!r}, init_only=(…))"
+                )
+            )
 
     def _describe_missing(self, entry: Registered) -> HookbusError:
         assert self.checkpoint is not None

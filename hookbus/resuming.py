@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from hookbus.checkpoint import Checkpoint
@@ -57,15 +58,18 @@ def abandon(resume: Resume, where: str) -> None:
 
 def describe_start(resume: Resume) -> str:
     """Return the one line that says where the run goes on."""
+    run = resume.run
+    if run.is_relative_to(Path.cwd()):
+        run = run.relative_to(Path.cwd())
     if resume.checkpoint is None:
-        return f"{resume.run} holds no checkpoint yet: a fresh start"
+        return f"{run} holds no checkpoint yet: a fresh start"
     if resume.fresh:
-        return f"{resume.run} holds no checkpoint yet: a warm start from {resume.checkpoint.path}"
+        return f"{run} holds no checkpoint yet: a warm start from {resume.checkpoint.path}"
     if resume.stage != "fit":
-        return f"{resume.stage} with step {resume.step} of {resume.run}"
+        return f"{resume.stage} with step {resume.step} of {run}"
     progress = resume.checkpoint.progress
     where = [f"{word} {progress[word]}" for word in ("epoch", "batch") if word in progress]
-    return f"{resume.run} goes on after step {resume.step}" + "".join(f", {w}" for w in where)
+    return f"{run} goes on after step {resume.step}" + "".join(f", {w}" for w in where)
 
 
 def _get_ready(event: str, resume: Resume, plugins: Plugins, watch: Watch) -> None:

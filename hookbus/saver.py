@@ -7,6 +7,7 @@ import numbers
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -49,6 +50,14 @@ class Pace(Protocol):
 
 
 @attrs.define(eq=False)
+class Asked:
+    """The save that the script asked for and that is not written yet, if any."""
+
+    run: Path
+    metrics: dict[str, float] | None = None
+
+
+@attrs.define(eq=False)
 class Saver:
     """Writes the checkpoints of one run."""
 
@@ -61,11 +70,14 @@ class Saver:
     fire: Callable[..., Any]
     watch: Callable[..., Any]
     pace: Pace | None = None
-    asked: dict[str, Any] | None = attrs.field(default=None, init=False)
+    asked: Asked = attrs.field(init=False)
     _saved_position: Mapping[str, Any] | None = attrs.field(default=None, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
     _thread: int = attrs.field(factory=threading.get_ident, init=False)
     _handled: BaseException | None = attrs.field(factory=sys.exception, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.asked = Asked(self.run)
 
     def note_position(self) -> None:
         """Remember that nothing has been counted since the save or resume that ends here."""
@@ -84,8 +96,7 @@ class Saver:
             )
         if threading.get_ident() != self._thread:
             raise SaveError("save() was called from another thread than resume(); call it there")
-        handled = sys.exception()
-        if handled is not None and handled is not self._handled:
+        if (handled := self._find_exception()) is not None:
             raise SaveError(
                 f"save() was called while {type(handled).__name__} is being handled, so the batch"
                 " in hand may be half done; the last checkpoint is whole"
@@ -100,8 +111,9 @@ class Saver:
         self.fire("check_attached", components=self.components)
         if self.pace is None:
             return self.write(self._check_step(step), cleaned, "asked")
+        self._check_order(self.pace.step)
         if self.pace.running:
-            self.asked = cleaned
+            self.asked.metrics = {**(self.asked.metrics or {}), **cleaned}
             return None
         nothing_new = self._saved_position == self.pace.position and not cleaned
         if nothing_new and not self.pace.metrics and self.last is not None:
@@ -113,10 +125,24 @@ class Saver:
 
         What this process was forked from writes it, and not its child.
         """
-        if self.asked is not None and self.pace is not None and os.getpid() == self._process:
-            asked, self.asked = self.asked, None
+        metrics = self.asked.metrics
+        if metrics is not None and self.pace is not None and os.getpid() == self._process:
+            self.asked.metrics = None
             self._check_lock()
-            self.write(self.pace.step, asked, "asked")
+            self.write(self.pace.step, metrics, "asked")
+
+    def write_last(self) -> None:
+        """Write the save that was asked for, if any, when the bus closes."""
+        handled = self._find_exception()
+        if handled is None or isinstance(handled, SystemExit):
+            self.write_asked()
+        elif self.asked.metrics is not None:
+            self.asked.metrics = None
+            logger.warning(
+                "the save that was asked for is not written, since %s is being handled and the"
+                " batch in hand may be half done",
+                type(handled).__name__,
+            )
 
     def write(self, step: int, metrics: Mapping[str, float], why: str) -> Checkpoint:
         """Collect every plugin's state and commit a checkpoint.
@@ -168,6 +194,11 @@ class Saver:
         logger.info("step %d is committed: %s", save.step, checkpoint.path)
         return checkpoint
 
+    def _find_exception(self) -> BaseException | None:
+        """Return what is being handled now and was not when the run began."""
+        handled = sys.exception()
+        return None if handled is self._handled else handled
+
     def _check_lock(self) -> None:
         if self.lock.lost:
             raise SaveError(
@@ -183,6 +214,28 @@ class Saver:
         if self.last is not None and step < self.last.step:
             raise CallError(f"step={step} is below the newest checkpoint's, {self.last.step}")
         return int(step)
+
+    def _check_order(self, step: int) -> None:
+        if self.last is not None and step < self.last.step:
+            raise SaveError(
+                f"the loop stands at step {step}, below the newest checkpoint of {self.run}, step"
+                f" {self.last.step}, so a resume would never take this one; save into a run of its"
+                " own"
+            )
+
+
+def warn_at_exit(bus: object, asked: Asked) -> None:
+    """Warn, when ``bus`` goes or the process ends, of a save that was never written."""
+    weakref.finalize(bus, _warn_of_unwritten, asked, os.getpid())
+
+
+def _warn_of_unwritten(asked: Asked, process: int) -> None:
+    if asked.metrics is not None and os.getpid() == process:
+        logger.warning(
+            "a save was asked for and never written into %s; call bus.close() at the end, or use"
+            " with hookbus.HookBus() as bus:",
+            asked.run,
+        )
 
 
 def _clean_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:

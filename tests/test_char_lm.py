@@ -91,7 +91,7 @@ def test_a_run_killed_while_it_saves_ends_with_the_same_weights(weights, tmp_pat
 
 def test_ctrl_c_ends_the_run_and_the_same_command_goes_on(weights, tmp_path) -> None:
     run = tmp_path / "run"
-    process = start(run)
+    process = start(run, "--steps", 100_000)
     while not list_steps(run):
         time.sleep(0.01)  # until there is something to go on from
     process.send_signal(signal.SIGINT)

@@ -45,7 +45,8 @@ IN_PROCESS = {
         validation=lambda: make_loader("shuffle", generator=True)
     ),
     "head and tail draw": data_scene(
-        head=lambda: (torch.rand(1), random.random()), tail=lambda: (torch.rand(1), np.random.rand())
+        head=lambda: (torch.rand(1), random.random()),
+        tail=lambda: (torch.rand(1), np.random.rand()),
     ),
 }
 
@@ -154,7 +155,11 @@ def test_a_changed_batch_size_or_dataset_is_found(tmp_path) -> None:
 
 def test_a_sampler_that_remembers_and_cannot_tell_is_warned_of_once(tmp_path, caplog) -> None:
     run_bus(data_scene("forgetful epoch"), tmp_path, saves=list_places(data_scene()))
-    warnings = [r for r in caplog.records if "ForgetfulEpoch, 18 samples): sampler.epoch changes" in r.message]
+    warnings = [
+        r
+        for r in caplog.records
+        if "ForgetfulEpoch, 18 samples): sampler.epoch changes" in r.message
+    ]
     assert len(warnings) == 1
 
 

@@ -123,7 +123,9 @@ def pair(first, second) -> list[tuple[str, str]]:
 
 
 def test_every_optimizer_and_scheduler_of_torch_is_here() -> None:
-    optimizers = {n for n, each in vars(torch.optim).items() if is_kind(each, torch.optim.Optimizer)}
+    optimizers = {
+        n for n, each in vars(torch.optim).items() if is_kind(each, torch.optim.Optimizer)
+    }
     assert optimizers - {"Optimizer"} == set(OPTIMIZERS)
     every = {n for n, each in vars(schedulers).items() if is_kind(each, schedulers.LRScheduler)}
     assert every - {"LRScheduler", "_LRScheduler"} == set(SCHEDULERS) - {"SWALR"}
@@ -133,17 +135,13 @@ def is_kind(each: object, kind: type) -> bool:
     return inspect.isclass(each) and issubclass(each, kind)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "scheduler"), pair(OPTIMIZERS, REPRESENTATIVE)
-)
+@pytest.mark.parametrize(("optimizer", "scheduler"), pair(OPTIMIZERS, REPRESENTATIVE))
 def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, scheduler: str, tmp_path) -> None:
     """Source: pytorch/pytorch#75224; Lightning-AI/pytorch-lightning#2613."""
     check_exact(make_scene(optimizer, scheduler), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "optimizer"), pair(SCHEDULERS, ["SGD", "AdamW"])
-)
+@pytest.mark.parametrize(("scheduler", "optimizer"), pair(SCHEDULERS, ["SGD", "AdamW"]))
 def test_every_scheduler_goes_on_bit_for_bit(scheduler: str, optimizer: str, tmp_path) -> None:
     """Source: pytorch/pytorch#65342; open-mmlab/mmengine#1542; KempnerInstitute/KempnerForge#114."""
     check_exact(make_scene(optimizer, scheduler), tmp_path)
@@ -357,7 +355,9 @@ CONTROLS = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in CONTROLS if name not in ("scaler", "ema", "seen")])
+@pytest.mark.parametrize(
+    "name", [name for name in CONTROLS if name not in ("scaler", "ema", "seen")]
+)
 def test_control_with_one_of_them_blocked_the_bits_differ(name: str, tmp_path) -> None:
     build = CONTROLS[name]
     assert is_wrong(build, tmp_path / "blocked", {"block": (name,)}, {"block": (name,)})

@@ -59,7 +59,7 @@ def test_the_commands_name_what_is_there() -> None:
         assert option in SCRIPT.read_text()
 
 
-def test_the_plugin_of_the_readme_is_complete_in_eight_lines(tmp_path) -> None:
+def test_the_plugin_of_the_readme_is_complete_in_seven_lines(tmp_path) -> None:
     code = read_block("python", "class EmaPlugin")
     assert len(code.splitlines()) == 7
     names: dict[str, type] = {"hookbus": hookbus}
