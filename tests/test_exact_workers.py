@@ -32,6 +32,10 @@ import hookbus
 from hookbus.errors import SamplerError
 
 
+# torchdata 0.11 with torch 2.13
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+
 def make_scene(
     make: Callable[[], Any], *, kept: bool = True, attach: bool = True, left: int = 9, **options: Any
 ) -> Callable[[], Parts]:

@@ -1,0 +1,190 @@
+"""When a save is written, what it holds, and what becomes of one that is never written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookbus
+from builtin_plugins import Loop
+from hookbus.errors import (
+    CallError,
+    ManyErrors,
+    MismatchError,
+    ResumeError,
+    SaveError,
+    StateError,
+    raise_all,
+)
+
+
+def start(run: Path | str, *, loop: bool = True, **options):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(TensorDataset(torch.arange(16.0).view(8, 2)), batch_size=2)
+    bus, pace = hookbus.HookBus(), Loop()
+    bus.attach(model=model, optimizer=optimizer, data=loader)
+    if loop:
+        bus.attach(loop=pace)
+    bus.resume(run, **options)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    return bus, pace, loader, step
+
+
+def list_steps(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in hookbus.checkpoints(run)]
+
+
+def test_several_saves_of_one_body_are_one_and_keep_all_metrics(tmp_path) -> None:
+    bus, loop, loader, step = start(tmp_path)
+    for _ in loop.epochs(1):
+        for (x,) in loop.batches(loader):
+            step(x)
+            bus.save(metrics={"a": 1})
+            bus.save(metrics={"b": torch.tensor(2.0)})
+            bus.save()
+    bus.close()
+    assert list_steps(tmp_path) == [1, 2, 3, 4]
+    assert hookbus.checkpoints(tmp_path)[0].metrics == {"a": 1, "b": 2.0}
+
+
+def test_a_chdir_does_not_move_the_run(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    bus, loop, loader, step = start("run")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    for _ in loop.epochs(1):
+        for (x,) in loop.batches(loader):
+            step(x)
+        bus.save()
+    bus.close()
+    assert list_steps(tmp_path / "run") == [4]
+    assert not any((tmp_path / "other").iterdir())
+
+
+@pytest.mark.parametrize("run", ["", None, 3, "a\0b", "runs/step-00000005"])
+def test_what_is_no_path_of_a_run_is_refused(run, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CallError, match=r"run=|named like a checkpoint"):
+        hookbus.HookBus().resume(run)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("options", [{"skip": ("loop",)}, {"missing_ok": ("loop",)}])
+def test_a_loop_that_would_begin_below_the_newest_checkpoint_is_refused(options, tmp_path) -> None:
+    with_loop = "skip" in options
+    bus, loop, loader, step = start(tmp_path, loop=with_loop)
+    if with_loop:
+        for _ in loop.epochs(1):
+            for (x,) in loop.batches(loader):
+                step(x)
+            bus.save()
+    else:
+        bus.save(step=300)
+    bus.close()
+    with pytest.raises(ResumeError, match="the loop would begin at step 0.*init_from="):
+        start(tmp_path, **options)
+
+
+def test_a_save_below_the_newest_checkpoint_is_refused(tmp_path) -> None:
+    bus, _, _, _ = start(tmp_path, loop=False)
+    bus.save(step=300)
+    with pytest.raises(CallError, match="step=299 is below the newest checkpoint's, 300"):
+        bus.save(step=299)
+
+
+def test_close_while_an_exception_is_handled_writes_nothing_new(tmp_path, caplog) -> None:
+    bus, loop, loader, step = start(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        try:
+            for _ in loop.epochs(1):
+                for (x,) in loop.batches(loader):
+                    bus.save()
+                    if loop.batch == 3:
+                        _ = 1 / 0
+                    step(x)
+        finally:
+            bus.close()
+    assert list_steps(tmp_path) == [1, 2]
+    assert "is not written, since ZeroDivisionError is being handled" in caplog.text
+
+
+def test_a_system_exit_in_a_finally_still_writes(tmp_path) -> None:
+    bus, loop, loader, step = start(tmp_path)
+    with pytest.raises(SystemExit):
+        try:
+            for _ in loop.epochs(1):
+                for (x,) in loop.batches(loader):
+                    step(x)
+                    bus.save()
+                    sys.exit()
+        finally:
+            bus.close()
+    assert list_steps(tmp_path) == [1]
+
+
+def test_save_is_refused_while_an_exception_of_the_run_is_handled(tmp_path) -> None:
+    bus, loop, loader, _ = start(tmp_path)
+    for _ in loop.epochs(1):
+        for _ in loop.batches(loader):
+            try:
+                raise KeyError("x")
+            except KeyError:
+                with pytest.raises(SaveError, match="while KeyError is being handled"):
+                    bus.save()
+    bus.close()
+
+
+def test_a_save_that_is_never_written_is_warned_of_when_the_process_ends(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, hookbus\n"
+        "from builtin_plugins import Loop\n"
+        "bus, loop = hookbus.HookBus(), Loop()\n"
+        "bus.attach(model=torch.nn.Linear(1, 1), loop=loop)\n"
+        "bus.resume(sys.argv[1])\n"
+        "for _ in loop.steps(3):\n"
+        "    bus.save()\n"
+        "    break\n"
+    )
+    run = subprocess.run(
+        [sys.executable, script, tmp_path / "run"], capture_output=True, text=True, check=True
+    )
+    assert "a save was asked for and never written" in run.stderr
+    assert "call bus.close()" in run.stderr
+
+
+def test_many_problems_of_one_kind_are_of_that_kind() -> None:
+    problems = [MismatchError("a"), ResumeError("b")]
+    with pytest.raises(ResumeError) as caught:
+        raise_all("two problems", problems)
+    assert isinstance(caught.value, ManyErrors)
+    assert str(caught.value) == "two problems:\n  - MismatchError: a\n  - ResumeError: b"
+    with pytest.raises(ManyErrors) as mixed:
+        raise_all("two problems", [MismatchError("a"), StateError("b")])
+    assert not isinstance(mixed.value, ResumeError)
+
+
+def test_nothing_is_written_where_nothing_was_counted(tmp_path) -> None:
+    bus, loop, loader, step = start(tmp_path)
+    for _ in loop.epochs(1):
+        for (x,) in loop.batches(loader):
+            step(x)
+        bus.save()
+    first = hookbus.checkpoints(tmp_path)[-1]
+    assert bus.save().path == first.path
+    assert bus.save(metrics={"final": 1.0}).path.name == "step-00000004-1"
+    bus.close()
+    assert sorted(os.listdir(tmp_path)) == ["run.lock", "step-00000004", "step-00000004-1"]
