@@ -134,9 +134,15 @@ class Course:
         return self.at.epoch + (0 if self.at.where == "head" or self._stands_in_epoch else 1)
 
     def begin_epoch(self, epoch: int) -> None:
-        self.put_streams()
-        if not self._stands_in_epoch:
+        hook = self.get_bus().hook
+        if self._stands_in_epoch:
+            # What stands before the batches runs again, and draws what it drew.
+            hook.put_streams(slot="head")
+            self.adopted.look_around()
+        else:
+            self.put_streams()
             self._leave_place()
+            hook.note_streams(slot="head")
         self._end_pass()
         self.at.epoch, self.at.call, self.at.batch = epoch, 0, 0
         self.at.where = "head"

@@ -20,9 +20,12 @@ from builtin_plugins.loader import (
     has_persistent_workers,
     read_attributes,
 )
+from builtin_plugins.streams import digest, read_process_streams
 from hookbus.errors import SamplerError
 
 logger = logging.getLogger("hookbus")
+
+_OVERTAKE = "in_order=False lets workers overtake each other"
 
 Digests: TypeAlias = Mapping[str, str]
 
@@ -86,7 +89,7 @@ class Pass:
         self._entangled |= set(position["entangled"])
         self._check_draws()
         if count_workers(self._source) and not getattr(self._source, "in_order", True):
-            self._refuse("in_order=False lets workers overtake each other")
+            self._refuse(_OVERTAKE)
         self._skipped = self._can_skip(position)
         if not self._skipped:
             iterator = self._replay(position)
@@ -116,6 +119,7 @@ class Pass:
     def read_position(self) -> dict[str, Any]:
         """Return where this pass stands and the proof of it, as plain values."""
         self._look_for_memories()
+        self._warn_of_refusal()
         draws = self.draws
         return {
             "batch": self._handed,
@@ -138,18 +142,19 @@ class Pass:
         with self._loader.spying():
             if gate is None or not self._is_gated:
                 return iter(self._source)
-            watch = self._watch if skip or ahead else None
-            iterator, self.draws = gate.iterate(self._source, skip, ahead, watch)  # type: ignore[arg-type]
+            iterator, self.draws = gate.iterate(
+                self._source,  # type: ignore[arg-type]
+                skip=skip,
+                ahead=ahead,
+                watch=self._watch if skip or ahead else None,
+                late_watch=_watch_process if self._loader.no_late_draws else None,
+            )
             return iterator
 
     def _replay(self, position: Mapping[str, Any]) -> Iterator[Any]:
         batches = position["batch"]
         if self._entangled:
-            self._refuse(
-                "the data and the training draw from the same streams"
-                f" ({', '.join(sorted(self._entangled))}) in this process; give the dataset a"
-                " generator of its own"
-            )
+            self._refuse(self._describe_entangled())
         iterator = self._make_iterator(0, batches + position["ahead"])
         logger.warning(
             "%s: the %d batches that are done are loaded again and dropped",
@@ -171,9 +176,9 @@ class Pass:
     def _can_skip(self, position: Mapping[str, Any]) -> bool:
         if not self._is_gated and position["state"] is None:
             return False
-        if not (count_workers(self._source) and self._loader.has_drawn):
+        if not count_workers(self._source):
             return True
-        if not self._repeat.replay:
+        if self._loader.has_drawn and not self._repeat.replay:
             self._refuse(
                 "its workers drew random numbers; pass batches(loader, replay=True) to load the"
                 f" {position['batch']} batches again and drop them"
@@ -181,6 +186,11 @@ class Pass:
         return not self._repeat.replay
 
     def _check_draws(self) -> None:
+        if self.draws is not None and self.draws.moved_late:
+            self._refuse(
+                "its sampler draws as it goes, and how far it runs ahead depends on"
+                f" {self._loader.no_late_draws}"
+            )
         if not self._loader.has_drawn:
             return
         if self._loader.no_draws is not None:
@@ -240,6 +250,31 @@ class Pass:
                     " saved; give the sampler state_dict and load_state_dict"
                 )
 
+    def _warn_of_refusal(self) -> None:
+        """Say at the save, once, what a resume from the middle of this epoch will refuse."""
+        workers, drew = count_workers(self._source), self._loader.has_drawn
+        reasons = []
+        if self._entangled and not workers:
+            reasons.append(self._describe_entangled())
+        if workers and drew and has_persistent_workers(self._source):
+            reasons.append("its persistent workers draw random numbers, which nothing can restore")
+        elif workers and drew and not self._repeat.replay and self._is_gated:
+            reasons.append("its workers draw random numbers; pass batches(loader, replay=True)")
+        if workers and not getattr(self._source, "in_order", True):
+            reasons.append(_OVERTAKE)
+        if reasons and not self._repeat.inexact_ok:
+            self._loader.warn(
+                f"{describe(self._source)} is saved in the middle of an epoch, from where it cannot"
+                f" go on exactly: {'; '.join(reasons)}"
+            )
+
+    def _describe_entangled(self) -> str:
+        names = ", ".join(sorted(name.partition(".")[2] for name in self._entangled))
+        return (
+            f"the data and the training draw from the same streams ({names}) in this process; give"
+            " the dataset a generator of its own"
+        )
+
     def _refuse(self, why: str) -> None:
         text = f"{describe(self._source)} cannot go on exactly: {why}"
         if not self._repeat.inexact_ok:
@@ -294,6 +329,10 @@ class BlindPass:
 
     def read_position(self) -> None:
         return None
+
+
+def _watch_process() -> str:
+    return digest(read_process_streams())
 
 
 def _list_moved(before: Digests, after: Digests) -> set[str]:

@@ -31,10 +31,20 @@ class Drawn:
 
 
 class Draws:
-    """One epoch's indices, drawn from the sampler's iterator; the loader takes them from here."""
+    """One epoch's indices, drawn from the sampler's iterator; the loader takes them from here.
+
+    ``watch`` sees whether the sampler moves a stream while the iterator is made, beyond what the
+    saved run had drawn by then; ``late_watch``, whether it does so after the first batch.
+    """
 
     def __init__(
-        self, base: Iterator[Any], skip: int, ahead: int, watch: Watch | None, batched: bool
+        self,
+        base: Iterator[Any],
+        batched: bool,
+        skip: int,
+        ahead: int,
+        watch: Watch | None,
+        late_watch: Watch | None,
     ) -> None:
         self._base = base
         self._batched = batched
@@ -44,7 +54,8 @@ class Draws:
         self._buffer: deque[Any] = deque()
         self._waiting: deque[Drawn] = deque()
         self.handed = self.drawn = Drawn()
-        self.moved_a_stream = False
+        self._late_watch = late_watch
+        self.moved_a_stream = self.moved_late = False
 
     def __iter__(self) -> Draws:
         return self
@@ -94,10 +105,11 @@ class Draws:
         # The saved run had not drawn this one: its sampler would have drawn it later, from
         # streams that training had moved on by then.
         watch = self._watch if self.drawn.batches >= self._known else None
-        before = watch() if watch else None
+        late_watch = self._late_watch if self.drawn.batches else None
+        before = watch and watch(), late_watch and late_watch()
         indices = next(self._base)
-        if watch and watch() != before:
-            self.moved_a_stream = True
+        self.moved_a_stream |= watch is not None and watch() != before[0]
+        self.moved_late |= late_watch is not None and late_watch() != before[1]
         self.drawn = Drawn(
             self.drawn.batches + 1,
             self.drawn.samples + (len(indices) if self._batched else 1),
@@ -127,14 +139,20 @@ class Gate:
         return len(self._base)  # type: ignore[arg-type]
 
     def iterate(
-        self, loader: DataLoader[Any], skip: int = 0, ahead: int = 0, watch: Watch | None = None
+        self,
+        loader: DataLoader[Any],
+        *,
+        skip: int = 0,
+        ahead: int = 0,
+        watch: Watch | None = None,
+        late_watch: Watch | None = None,
     ) -> tuple[Iterator[Any], Draws]:
         """Make the loader's iterator; ``skip`` batches are drawn and never loaded."""
         made: list[Draws] = []
 
         def make(base: Iterable[Any]) -> Draws:
             batched = self._key == "batch_sampler" or isinstance(base, BatchSampler)
-            made.append(Draws(iter(base), skip, ahead, watch, batched))
+            made.append(Draws(iter(base), batched, skip, ahead, watch, late_watch))
             return made[0]
 
         with self._put_in(loader, make):

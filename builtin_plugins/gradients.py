@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import attrs
 import torch
@@ -68,7 +68,10 @@ class Gradients:
         self._seen, self._same, self._cleared, self._zeros = {}, set(), set(), set()
         for name, parameter in parameters.items():
             value = saved["waiting"].get(name, saved["kept"].get(name))
-            if value is not None:
+            if value is not None and _fits(parameter.grad, value):
+                # In place, since it may be a view of a buffer that holds all gradients.
+                parameter.grad.copy_(value)
+            elif value is not None:
                 parameter.grad = value.to(parameter.device)
             elif name not in saved["spent"]:
                 parameter.grad = None
@@ -114,3 +117,11 @@ class Gradients:
                 "optimizer.zero_grad() before each backward() that is not to add up",
                 inexact,
             )
+
+
+def _fits(gradient: torch.Tensor | None, value: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    return (
+        gradient is not None
+        and gradient.layout is value.layout is torch.strided
+        and (gradient.shape, gradient.dtype) == (value.shape, value.dtype)
+    )

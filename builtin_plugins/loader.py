@@ -16,6 +16,7 @@ import hookbus
 from builtin_plugins.gate import Gate
 from builtin_plugins.spy import Spy
 from builtin_plugins.streams import (
+    SLOTS,
     digest,
     find_streams,
     list_attributes,
@@ -68,8 +69,9 @@ class Loader:
         self.gate = Gate(loader) if _is_plain(loader) else None  # type: ignore[arg-type]
         # The workers that were there when the pass in hand began.
         self.workers_of_pass: bool | None = None
-        # Why this process must not see its workers draw.
+        # Why this process must not see its workers draw, and its sampler not as it goes.
         self.no_draws: str | None = None
+        self.no_late_draws: str | None = None
         # Attributes of samplers that change while they are iterated and are in no state, ...
         self.memories: set[str] = set()
         # ... and what they must be when the next pass begins.
@@ -111,7 +113,7 @@ class Loader:
         """Return what the section holds; streams are as they were last noted."""
         slots = {
             slot: attrs.asdict(self._slots[slot], recurse=False)
-            for slot in ("epoch", "now")
+            for slot in SLOTS
             if slot in self._slots
         }
         workers = self.workers_of_pass
@@ -154,6 +156,8 @@ class Loader:
         }
         if "num_workers" in changes:
             self.no_draws = f"what workers draw depends on their number, {changes['num_workers']}"
+        ahead = [changes[name] for name in ("num_workers", "prefetch_factor") if name in changes]
+        self.no_late_draws = ", ".join(ahead) or None
         if of_the_order := [text for name, text in changes.items() if name in _OF_THE_ORDER]:
             self.warn(f"{describe(live)}: not bit for bit: {', '.join(of_the_order)}")
         return list(changes.values())
@@ -251,6 +255,7 @@ def read_settings(loader: object) -> dict[str, Any]:
             "samples": _count_samples(loader.dataset),
             "drop_last": loader.drop_last,
             "num_workers": loader.num_workers,
+            "prefetch_factor": loader.prefetch_factor,
             "persistent_workers": loader.persistent_workers,
         }
     return settings

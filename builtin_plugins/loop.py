@@ -84,16 +84,25 @@ class Loop:
         self._check_ready("batches")
         return Batches(self._course, loader, Repeat(replay, inexact_ok))
 
-    def steps(self, n: int, loader: Iterable[Any] | None = None) -> Iterable[Any]:
+    def steps(
+        self,
+        n: int,
+        loader: Iterable[Any] | None = None,
+        *,
+        replay: bool = False,
+        inexact_ok: bool = False,
+    ) -> Iterable[Any]:
         """Hand out bodies until ``n`` steps are done: batches of ``loader``, again and again.
 
-        Without a loader it hands out the number of steps done so far.
+        Without a loader it hands out the number of steps done so far. ``replay`` and
+        ``inexact_ok`` are those of `batches`.
 
         Raises:
             LoopError: a whole epoch of ``loader`` passed without a step.
         """
         self._check_ready("steps")
-        return Steps(self._course, _check_count("steps", n, 0), loader)
+        repeat = Repeat(replay, inexact_ok)
+        return Steps(self._course, _check_count("steps", n, 0), loader, repeat)
 
     def every(self, n: int) -> bool:
         """Whether the step just made in this body is a multiple of ``n``.

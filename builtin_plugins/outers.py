@@ -101,10 +101,13 @@ class Steps:
     the loop would go unnoticed.
     """
 
-    def __init__(self, course: Course, n: int, loader: Iterable[Any] | None) -> None:
+    def __init__(
+        self, course: Course, n: int, loader: Iterable[Any] | None, repeat: Repeat
+    ) -> None:
         self._course = course
         self._n = n
         self._loader = loader
+        self._repeat = repeat
         self._batches: Iterator[Any] | None = None
         self._steps_before: int | None = None
         self._rollbacks = course.rollbacks
@@ -145,7 +148,7 @@ class Steps:
             if self._batches is None:
                 self._steps_before = None if course.is_pending else course.at.step
                 course.begin_epoch(course.next_epoch)
-                self._batches = iter(Batches(course, loader, Repeat()))
+                self._batches = iter(Batches(course, loader, self._repeat))
             try:
                 return next(self._batches)
             except StopIteration:

@@ -10,6 +10,7 @@ from typing import Any
 import hookbus
 from builtin_plugins.streams import (
     GENERATORS,
+    SLOTS,
     Generator,
     digest,
     name_kind,
@@ -51,7 +52,7 @@ class _Slots:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        slots = {slot: self._slots[slot] for slot in ("epoch", "now") if slot in self._slots}
+        slots = {slot: self._slots[slot] for slot in SLOTS if slot in self._slots}
         save.write(slots, per_rank=True)
 
     @hookbus.hookimpl

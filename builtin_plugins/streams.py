@@ -16,6 +16,10 @@ Generator: TypeAlias = torch.Generator | np.random.Generator | np.random.RandomS
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
+# What is saved of streams: as they were when the epoch was handed out, when its iterator was made,
+# and when the run was saved.
+SLOTS = ("head", "epoch", "now")
+
 # Attributes that lead from a loader to what draws for it; their plurals, lists of them, as well.
 _LEADS = (
     "sampler",

@@ -395,3 +395,30 @@ def test_the_loop_counts_no_void_step(tmp_path: Path) -> None:
             scaler.update()
     bus.close()
     assert loop.step == 2
+
+
+def test_gradients_that_are_views_of_one_buffer_stay_views(tmp_path: Path) -> None:
+    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer, torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 2)
+        flat = torch.zeros(6)
+        model.weight.grad, model.bias.grad = flat[:4].view(2, 2), flat[4:]
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), flat
+
+    def train(run: Path | None, bodies: int, number: int = 0) -> torch.Tensor:
+        model, optimizer, flat = build()
+        torch.manual_seed(number)
+        with hookbus.HookBus(block=("rng",)) as bus:
+            bus.attach(model=model, optimizer=optimizer)
+            bus.resume(run)
+            for body in range(number, bodies):
+                flat.zero_()
+                model(torch.full((1, 2), 1.0 + body)).square().sum().backward()
+                flat.mul_(0.5)
+                optimizer.step()
+            bus.save(step=bodies)
+        return model.weight.detach()
+
+    expected = train(tmp_path / "uncut", 4)
+    train(tmp_path / "cut", 2)
+    assert torch.equal(train(tmp_path / "cut", 4, number=2), expected)

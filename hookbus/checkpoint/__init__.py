@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from hookbus.checkpoint.lock import RunLock
+from hookbus.checkpoint.names import check_names, folders, read_folder_name
 from hookbus.checkpoint.reader import Checkpoint, Metadata, SectionInfo, open_checkpoint
 from hookbus.checkpoint.run_directory import (
     best,
     checkpoints,
-    folders,
     make_run_directory,
-    read_folder_name,
     sweep,
 )
 from hookbus.checkpoint.tensors import TensorInfo
 from hookbus.checkpoint.tree import Flat, flatten, unflatten
-from hookbus.checkpoint.writer import Part, Section, check_names, write_checkpoint
+from hookbus.checkpoint.writer import Part, Section, write_checkpoint
 
 __all__ = [
     "Checkpoint",

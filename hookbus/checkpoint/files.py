@@ -1,10 +1,12 @@
-"""What a save does to the disk. Every call that changes a run directory stands here."""
+"""What is done to the disk. Every call that changes a run directory stands here."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -73,3 +75,16 @@ def rename_folder(path: Path, target: Path) -> None:
 def remove_folder(path: Path) -> None:
     with refused("remove", path):
         shutil.rmtree(path)
+
+
+def open_file(path: Path) -> int:
+    """Open a regular file for reading and return its descriptor; a pipe is not waited for.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor

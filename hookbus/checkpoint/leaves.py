@@ -7,6 +7,7 @@ the name of a dense one, or a dict with the names of the parts of a sparse or qu
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -180,9 +181,13 @@ def list_names(payload: Any) -> list[str]:
     return [form] if isinstance(form, str) else list(form["parts"].values())
 
 
-def describe_leaf(payload: Any, infos: Mapping[str, TensorInfo]) -> TensorInfo:
+def describe_leaf(tag: str, payload: Any, infos: Mapping[str, TensorInfo]) -> TensorInfo:
     """Return what is known of a leaf; a sparse or quantized tensor is described as a whole."""
     form = payload[0]
+    if tag == "$array" and len(payload) > 1:
+        _, name, shape = payload
+        if read_dtype(name).itemsize * math.prod(shape) != infos[form].bytes:
+            raise ValueError(f"an array {shape} of dtype {name} has {infos[form].bytes} bytes")
     if isinstance(form, str):
         return infos[form]
     parts = [infos[name] for name in form["parts"].values()]
@@ -213,7 +218,7 @@ def decode_leaf(tag: str, payload: Any, tensors: Mapping[str, torch.Tensor]) -> 
 
 def _decode_array(raw: NDArray[numpy.uint8], name: str, shape: list[int]) -> NDArray[Any]:
     dtype = read_dtype(name)
-    return raw.view(dtype).reshape(shape) if dtype.itemsize else numpy.zeros(shape, dtype)
+    return raw.view(dtype).reshape(shape) if dtype.itemsize else numpy.ndarray(shape, dtype)
 
 
 def read_dtype(name: str) -> numpy.dtype[Any]:

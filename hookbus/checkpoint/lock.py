@@ -78,10 +78,16 @@ class RunLock:
         """Make sure that the lock is held, if it is not lost: any ``close`` of its file drops it.
 
         Raises:
-            RunLockedError: another process has taken it meanwhile.
+            RunLockedError: another process has taken it meanwhile, or the file that is held is
+                not in the run directory any more.
         """
         with _guard:
             if self._file is not None and self._is_held():
+                if not self._is_there(self._file):
+                    raise RunLockedError(
+                        f"{self.path.parent} was removed or replaced while this process held it, so"
+                        " nothing is written; put it back, or resume into another run directory"
+                    )
                 self._lock(_held[self._file].descriptor)
 
     def release(self) -> None:
@@ -95,6 +101,13 @@ class RunLock:
         held = _held.get(self._file) if self._file is not None else None
         return held is not None and held.holder is self
 
+    def _is_there(self, file: _File) -> bool:
+        """Whether the file of the lock's name is this one; none has the number of one held open."""
+        try:
+            return _identify(os.stat(self.path)) == file
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
     def _take_file(self) -> bool:
         """Open and lock the file; say whether it is still the one of that name."""
         with refused("open the run's lock", self.path):
@@ -103,8 +116,7 @@ class RunLock:
         try:
             self._lock(descriptor)
             file = _identify(os.fstat(descriptor))
-            with contextlib.suppress(FileNotFoundError):
-                kept = file == _identify(os.stat(self.path))
+            kept = self._is_there(file)
             if kept:
                 _write_owner(descriptor, self.path)
                 _held[file] = _Held(descriptor, self)

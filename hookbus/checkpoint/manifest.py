@@ -3,20 +3,70 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from datetime import datetime
+import os
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import attrs
 import xxhash
 
-from hookbus.checkpoint.tensors import TensorInfo
-from hookbus.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
+from hookbus.checkpoint.files import open_file
+from hookbus.checkpoint.names import file_name
+from hookbus.checkpoint.tensors import TensorInfo, make_header
+from hookbus.checkpoint.tree import rebuild
+from hookbus.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    HookbusError,
+)
 
 FORMAT = 1
 NAME = "manifest.json"
 SEAL = len(',"seal":""}\n') + 32  # bytes of the last member, from its comma on
+
+
+_Check = Callable[[object, "attrs.Attribute[Any]", Any], None]
+
+
+def _must_be(what: str, test: Callable[[Any], bool]) -> _Check:
+    """Return a validator: a manifest made by hand can have a seal that fits."""
+
+    def check(instance: object, field: attrs.Attribute[Any], value: Any) -> None:
+        if not test(value):
+            raise FormatError(f"{field.name} is {reprlib.repr(value)}, not {what}")
+
+    return check
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _from(least: int) -> _Check:
+    return _must_be(
+        f"a whole number from {least} up", lambda v: type(v) is int and least <= v < 2**63
+    )
+
+
+def _check_plain(instance: object, field: attrs.Attribute[Any], tree: Any) -> None:
+    with _named(field.name):
+        values = rebuild_plain(tree)
+        if field.name == "metrics" and not all(isinstance(v, int | float) for v in values.values()):
+            raise FormatError(f"{reprlib.repr(values)} are not numbers by name")
+
+
+_text = _must_be("a string", _is_text)
+_text_or_none = _must_be("a string or null", lambda v: v is None or _is_text(v))
+_texts = _must_be("a list of strings", lambda v: type(v) is list and all(map(_is_text, v)))
+_texts_by_name = _must_be(
+    "a dict of strings", lambda v: type(v) is dict and all(map(_is_text, v.values()))
+)
+_moment = _must_be("a time in UTC", lambda v: type(v) is datetime and v.utcoffset() == timedelta(0))
 
 
 @attrs.frozen
@@ -32,7 +82,7 @@ class FileInfo:
 class PartInfo:
     """One part of a section; ``tensors`` are in the order in which they lie in ``file``."""
 
-    version: int
+    version: int = attrs.field(validator=_from(1))
     tree: Any
     file: FileInfo | None
     tensors: Mapping[str, TensorInfo]
@@ -42,10 +92,10 @@ class PartInfo:
 class SectionManifest:
     """One plugin's state; ``parts`` by name, that without a name under ``None``."""
 
-    kind: str
-    plugin: str
-    distribution: str | None
-    distribution_version: str | None
+    kind: str = attrs.field(validator=_text)
+    plugin: str = attrs.field(validator=_text)
+    distribution: str | None = attrs.field(validator=_text_or_none)
+    distribution_version: str | None = attrs.field(validator=_text_or_none)
     parts: Mapping[str | None, PartInfo]
 
 
@@ -53,17 +103,17 @@ class SectionManifest:
 class Manifest:
     """What `manifest.json` says. ``progress``, ``metrics`` and ``settings`` are trees."""
 
-    run_id: str
-    step: int
-    serial: int
-    created: datetime
-    why: str
-    notes: list[str]
-    world_size: int
-    progress: Any
-    metrics: Any
-    settings: Any
-    versions: dict[str, str]
+    run_id: str = attrs.field(validator=_text)
+    step: int = attrs.field(validator=_from(0))
+    serial: int = attrs.field(validator=_from(0))
+    created: datetime = attrs.field(validator=_moment)
+    why: str = attrs.field(validator=_text)
+    notes: list[str] = attrs.field(validator=_texts)
+    world_size: int = attrs.field(validator=_from(1))
+    progress: Any = attrs.field(validator=_check_plain)
+    metrics: Any = attrs.field(validator=_check_plain)
+    settings: Any = attrs.field(validator=_check_plain)
+    versions: dict[str, str] = attrs.field(validator=_texts_by_name)
     sections: Mapping[str, SectionManifest]
 
     def seal(self) -> bytes:
@@ -87,7 +137,8 @@ def read_manifest(folder: Path) -> tuple[bytes, Manifest]:
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"there is no checkpoint {folder}")
     try:
-        data = path.read_bytes()
+        with os.fdopen(open_file(path), "rb") as file:
+            data = file.read()
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
             f"{path} is missing, so {folder} is no whole checkpoint"
@@ -99,22 +150,74 @@ def read_manifest(folder: Path) -> tuple[bytes, Manifest]:
         raise CorruptCheckpointError(
             f"{path}: its seal does not fit its {len(data)} bytes: changed or cut short"
         )
+    with _named(str(path)):
+        return data, _read(
+            json.loads(body + b"}", object_pairs_hook=_take_pairs, parse_constant=_refuse_constant)
+        )
+
+
+def rebuild_plain(tree: Any) -> dict[str, Any]:
+    """Return the values of a tree that holds no tensors, by name.
+
+    Raises:
+        FormatError: it is something else.
+    """
+    values = rebuild(tree, _refuse_leaf)
+    if type(values) is not dict or not all(map(_is_text, values)):
+        raise FormatError(f"{reprlib.repr(values)} are not values by name")
+    return values
+
+
+def describe_file(name: str, infos: Iterable[TensorInfo]) -> FileInfo:
+    """Describe the file that holds these tensors in this order."""
+    infos = list(infos)
+    header = make_header(infos)
+    size = len(header) + sum(info.bytes for info in infos)
+    return FileInfo(name, size, xxhash.xxh3_128_hexdigest(header))
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Turn whatever is wrong with what was read into a `FormatError` that says where."""
     try:
-        return data, _read(json.loads(body + b"}"))
+        yield
     except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error
+        raise FormatError(f"{where}: {error}") from error
+    except (HookbusError, MemoryError):
+        raise
     except Exception as error:  # the seal fits, so somebody else wrote it
-        raise FormatError(f"{path}: cannot be read: {type(error).__name__}: {error}") from error
+        raise FormatError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _take_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    taken = dict(pairs)
+    if len(taken) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise FormatError(f"the key {twice!r} stands there twice")
+    return taken
+
+
+def _refuse_constant(text: str) -> object:
+    raise FormatError(f"it holds {text}, which JSON has not")
+
+
+def _refuse_leaf(tag: str, payload: Any) -> object:
+    raise FormatError(f"{tag} stands where only plain values can")
 
 
 def _read(written: dict[str, Any]) -> Manifest:
-    if (found := written.pop("format")) != FORMAT:
+    found = written.pop("format")
+    if type(found) is not int or found != FORMAT:
         raise FormatError(
-            f"its format is {found}, and this version of hookbus reads {FORMAT}; read it with the"
+            f"its format is {found!r}, and this version of hookbus reads {FORMAT}; read it with the"
             " version that wrote it, or a later one"
         )
-    written["created"] = datetime.fromisoformat(written["created"])
-    written["sections"] = {name: _read_section(s) for name, s in written["sections"].items()}
+    with _named("created"):
+        written["created"] = datetime.fromisoformat(written["created"])
+    with _named("sections"):
+        sections = written["sections"].items()
+    written["sections"] = {name: _read_section(name, section) for name, section in sections}
     return Manifest(**written)
 
 
@@ -137,14 +240,27 @@ def _write_section(section: SectionManifest) -> dict[str, Any]:
     return written
 
 
-def _read_section(written: dict[str, Any]) -> SectionManifest:
-    parts = {
-        part["part"]: PartInfo(
-            part["version"],
-            part["tree"],
-            part["file"] and FileInfo(**part["file"]),
-            {name: TensorInfo.from_json(name, **info) for name, info in part["tensors"].items()},
-        )
-        for part in written.pop("parts")
-    }
-    return SectionManifest(**written, parts=parts)
+def _read_section(name: str, written: dict[str, Any]) -> SectionManifest:
+    with _named(f"section {name!r}"):
+        file_name(name, None)  # checked, also where there is no file
+        parts = dict(_read_part(name, **part) for part in written["parts"])
+        if len(parts) < len(written["parts"]):
+            raise FormatError("parts are of one name")
+        return SectionManifest(**{**written, "parts": parts})
+
+
+def _read_part(
+    section: str, *, part: Any, version: Any, tree: Any, file: Any, tensors: Any
+) -> tuple[str | None, PartInfo]:
+    with _named(f"part {part!r}"):
+        stored = {name: _read_tensor(name, written) for name, written in tensors.items()}
+        name = file_name(section, part)
+        made = describe_file(name, stored.values()) if stored else None
+        if file != (made and attrs.asdict(made)):
+            raise FormatError(f"file is {reprlib.repr(file)}, and its tensors make {made}")
+        return part, PartInfo(version, tree, made, stored)
+
+
+def _read_tensor(name: str, written: dict[str, Any]) -> TensorInfo:
+    with _named(f"tensor {name!r}"):
+        return TensorInfo.from_json(name, **written)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -13,7 +14,7 @@ import attrs
 import numpy
 import torch
 
-from hookbus.checkpoint.leaves import decode_leaf, describe_leaf, list_names
+from hookbus.checkpoint.leaves import describe_leaf, list_names
 from hookbus.checkpoint.manifest import (
     NAME,
     SEAL,
@@ -21,12 +22,19 @@ from hookbus.checkpoint.manifest import (
     PartInfo,
     SectionManifest,
     read_manifest,
+    rebuild_plain,
 )
+from hookbus.checkpoint.names import folders, part_name, take_path
 from hookbus.checkpoint.placing import Stored, match, place
 from hookbus.checkpoint.tensor_file import TensorFile, open_tensors
 from hookbus.checkpoint.tensors import TensorInfo
 from hookbus.checkpoint.tree import rebuild, unflatten
-from hookbus.errors import CorruptCheckpointError, FormatError, MissingSectionError
+from hookbus.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    FormatError,
+    MissingSectionError,
+)
 
 
 @attrs.frozen(eq=False)
@@ -77,9 +85,9 @@ class Checkpoint:
         self.notes = tuple(manifest.notes)
         self.world_size = manifest.world_size
         self.versions: dict[str, str] = manifest.versions
-        self.progress: dict[str, Any] = rebuild(manifest.progress, _refuse_leaf)
-        self.metrics: dict[str, float] = rebuild(manifest.metrics, _refuse_leaf)
-        self.settings: dict[str, Any] = rebuild(manifest.settings, _refuse_leaf)
+        self.progress: dict[str, Any] = rebuild_plain(manifest.progress)
+        self.metrics: dict[str, float] = rebuild_plain(manifest.metrics)
+        self.settings: dict[str, Any] = rebuild_plain(manifest.settings)
         self.sections: Mapping[str, SectionInfo] = MappingProxyType(
             {
                 name: SectionInfo(
@@ -111,7 +119,8 @@ class Checkpoint:
         found = self._find_part(section, part)
         with self._open(found) as file:
             tensors = {info.name: file.load(info) for info in found.tensors.values()}
-        return unflatten(found.tree, tensors)
+        with self._name_section(section, part):
+            return unflatten(found.tree, tensors)
 
     def read_into(
         self, section: str, tree: Any, part: str | None = None, *, partial: bool = False
@@ -131,15 +140,14 @@ class Checkpoint:
             CorruptCheckpointError: the bytes are not those that were saved.
         """
         found = self._find_part(section, part)
-        with self._open(found) as file:
+        with self._name_section(section, part), self._open(found) as file:
 
             def leaf(tag: str, payload: Any) -> object:
-                stored = Stored(tag, payload, describe_leaf(payload, found.tensors))
+                stored = Stored(tag, payload, describe_leaf(tag, payload, found.tensors))
                 return _load(file, stored, found) if tag == "$blob" else stored
 
             saved = rebuild(found.tree, leaf)
-            who = section if part is None else f"{section}.{part}"
-            for each in match(who, saved, tree, partial=partial):
+            for each in match(part_name(section, part), saved, tree, partial=partial):
                 if each.stored.tag == "$array":
                     numpy.copyto(each.live, _load(file, each.stored, found))
                 elif isinstance(each.stored.form, str):
@@ -157,7 +165,12 @@ class Checkpoint:
             FormatError: the state holds what this version does not know.
         """
         found = self._find_part(section, part)
-        state = rebuild(found.tree, lambda tag, payload: describe_leaf(payload, found.tensors))
+
+        def leaf(tag: str, payload: Any) -> object:
+            return describe_leaf(tag, payload, found.tensors)
+
+        with self._name_section(section, part):
+            state = rebuild(found.tree, leaf)
         return Metadata(state, found.version, dict(found.tensors))
 
     def verify(
@@ -209,6 +222,14 @@ class Checkpoint:
             return nullcontext(TensorFile(self.path, -1, {}))
         return open_tensors(self.path / part.file.name, part.file, part.tensors)
 
+    @contextmanager
+    def _name_section(self, section: str, part: str | None) -> Iterator[None]:
+        try:
+            yield
+        except FormatError as error:
+            who = part_name(section, part)
+            raise FormatError(f"{self.path / NAME}: section {who!r}: {error}") from error
+
     def _find_section(self, name: str) -> SectionManifest:
         if self._manifest is None:
             self._manifest = self._load_manifest()
@@ -234,23 +255,25 @@ class Checkpoint:
         return manifest
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a committed checkpoint: its manifest is read and checked, its tensors are not read.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint.
+        CallError: ``path`` is no path.
+        CheckpointNotFoundError: there is no checkpoint, or ``path`` is a run directory.
         CorruptCheckpointError: the manifest is damaged or missing.
-        FormatError: it was written in a newer format.
+        FormatError: it was written in a newer format, or says what no version writes.
     """
-    path = Path(path)
-    data, manifest = read_manifest(path)
-    return Checkpoint(path, manifest, data[-SEAL:])
+    folder = take_path("path", path)
+    if not (folder / NAME).exists() and folders(folder):
+        raise CheckpointNotFoundError(
+            f"{folder} is a run directory, not a checkpoint; pass the path of one of"
+            f" hookbus.checkpoints({str(folder)!r})"
+        )
+    data, manifest = read_manifest(folder)
+    return Checkpoint(folder, manifest, data[-SEAL:])
 
 
 def _load(file: TensorFile, stored: Stored, part: PartInfo) -> Any:
     tensors = {name: file.load(part.tensors[name]) for name in list_names(stored.payload)}
-    return decode_leaf(stored.tag, stored.payload, tensors)
-
-
-def _refuse_leaf(tag: str, payload: Any) -> object:
-    raise FormatError(f"{tag} stands where only plain values can")
+    return unflatten({stored.tag: stored.payload}, tensors)

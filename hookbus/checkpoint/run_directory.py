@@ -1,10 +1,9 @@
-"""The run directory: the names in it, what is listed, what is swept."""
+"""The run directory: what is listed, what is swept."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import re
 import secrets
@@ -12,28 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hookbus.checkpoint import files
+from hookbus.checkpoint.names import folders, list_entries, read_folder_name, take_path
 from hookbus.checkpoint.reader import Checkpoint, open_checkpoint
-from hookbus.errors import CallError, CorruptCheckpointError, FormatError, WriteError
+from hookbus.errors import CallError, CheckpointError, WriteError
 
-_FOLDER = re.compile(r"step-([0-9]{8,})(?:-([1-9][0-9]*))?")
 _TEMPORARY = re.compile(r"\.(step-[0-9]{8,}(?:-[1-9][0-9]*)?)\.[0-9]+-[0-9a-f]{16}\.tmp")
 
 _logger = logging.getLogger("hookbus")
 _in_hand = set[Path]()  # temporary folders that this process is writing now
-
-
-def folder_name(step: int, serial: int = 0) -> str:
-    """Return the name of a checkpoint; ``serial`` counts those of one step, from 0."""
-    return f"step-{step:08d}" + (f"-{serial}" if serial else "")
-
-
-def read_folder_name(name: str) -> tuple[int, int] | None:
-    """Return step and serial if a name is exactly one of ours."""
-    match = _FOLDER.fullmatch(name)
-    if match is None:
-        return None
-    step, serial = int(match[1]), int(match[2] or 0)
-    return (step, serial) if folder_name(step, serial) == name else None
 
 
 def make_run_directory(run: Path) -> None:
@@ -48,26 +33,20 @@ def make_run_directory(run: Path) -> None:
         files.sync_folder(run.parent)
 
 
-def folders(run: Path) -> list[Path]:
-    """Return the folders whose names are exactly those of checkpoints, by step, then serial.
-
-    Nothing is opened: some may be damaged. A run directory that is not there has none.
-    """
-    found = [entry for entry in _scan(run) if entry.is_dir()]
-    named = [(read_folder_name(entry.name), Path(entry.path)) for entry in found]
-    return [path for name, path in sorted(n for n in named if n[0] is not None)]
-
-
-def checkpoints(run: Path) -> list[Checkpoint]:
+def checkpoints(run: str | os.PathLike[str]) -> list[Checkpoint]:
     """Return the complete checkpoints of a run, oldest first, by their manifests.
 
-    Damaged ones, and those of a newer format, are left out, with a WARNING each.
+    Damaged ones, and those of a newer format, are left out, with a WARNING each. A run directory
+    that is not there has none.
+
+    Raises:
+        CallError: ``run`` is no path.
     """
     found = []
-    for folder in folders(Path(run)):
+    for folder in folders(take_path("run", run)):
         try:
             checkpoint = open_checkpoint(folder)
-        except (CorruptCheckpointError, FormatError) as error:
+        except CheckpointError as error:
             _logger.warning("%s is left out: %s", folder, error)
         else:
             checkpoint.close()
@@ -75,19 +54,24 @@ def checkpoints(run: Path) -> list[Checkpoint]:
     return sorted(found, key=lambda each: (each.step, each.serial, each.path.name))
 
 
-def best(run: Path, metric: str, mode: str = "min") -> Checkpoint | None:
+def best(run: str | os.PathLike[str], metric: str, mode: str = "min") -> Checkpoint | None:
     """Return the checkpoint with the smallest or largest metric; of equal ones, the oldest.
 
-    Those without the metric, or with nan, are left out.
+    Those without the metric, or with nan, are left out; ``None`` if none is left.
 
     Raises:
-        CallError: ``mode`` is neither ``"min"`` nor ``"max"``.
+        CallError: ``run`` is no path, ``metric`` no name, ``mode`` neither ``"min"`` nor
+            ``"max"``.
     """
+    if not isinstance(metric, str):
+        raise CallError(f"metric={metric!r}: pass the name of a metric")
     if mode not in ("min", "max"):
         raise CallError(f"mode={mode!r}: pass 'min' or 'max'")
-    able = [c for c in checkpoints(run) if not math.isnan(c.metrics.get(metric, math.nan))]
+    nan = float("nan")  # unequal to itself, and math.isnan would overflow at a large int
+    valued = [(each.metrics.get(metric, nan), each) for each in checkpoints(run)]
+    able = [(value, each) for value, each in valued if value == value]
     choose = min if mode == "min" else max
-    return choose(able, key=lambda each: each.metrics[metric], default=None)
+    return choose(able, key=lambda pair: pair[0], default=(nan, None))[1]
 
 
 def sweep(run: Path) -> list[Path]:
@@ -96,7 +80,7 @@ def sweep(run: Path) -> list[Path]:
     Call it only while holding the run's lock: another process's save in hand looks the same.
     """
     swept = []
-    for entry in _scan(Path(run)):
+    for entry in list_entries(Path(run)):
         path = Path(entry.path)
         ours = _TEMPORARY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         if ours and path.resolve() not in _in_hand:
@@ -107,7 +91,7 @@ def sweep(run: Path) -> list[Path]:
 
 def next_serial(run: Path, step: int) -> int:
     """Return the serial of the next checkpoint of a step: above all that have a name there."""
-    names = [read_folder_name(entry.name) for entry in _scan(run)]
+    names = [read_folder_name(entry.name) for entry in list_entries(run)]
     return max((serial for at, serial in filter(None, names) if at == step), default=-1) + 1
 
 
@@ -130,11 +114,3 @@ def temporary_folder(run: Path, name: str) -> Iterator[Path]:
             raise
     finally:
         _in_hand.discard(key)
-
-
-def _scan(run: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(run) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []

@@ -11,12 +11,14 @@ import attrs
 import torch
 import xxhash
 
+from hookbus.checkpoint.files import open_file
 from hookbus.checkpoint.manifest import FileInfo
 from hookbus.checkpoint.tensors import (
     PIECE,
     TensorInfo,
     allocate,
     lay_out,
+    make_header,
     split_bytes,
     view_bytes,
 )
@@ -94,23 +96,22 @@ def open_tensors(
         CorruptCheckpointError: they are not those that were saved, or it cannot be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_file(path)
     except OSError as error:
         raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     try:
         size = os.fstat(descriptor).st_size
         if size != file.bytes:
             raise CorruptCheckpointError(f"{path}: has {size} bytes, saved were {file.bytes}")
-        offsets, start = {}, size - sum(info.bytes for info in infos.values())
-        if start < 0:
-            raise CorruptCheckpointError(f"{path}: has {size} bytes, its tensors {size - start}")
-        header = memoryview(bytearray(start))
+        made = make_header(infos.values())
+        header = memoryview(bytearray(len(made)))
         _read_exactly(descriptor, header, 0, path)
-        if (found := xxhash.xxh3_128_hexdigest(header)) != file.header:
+        if header != made:  # the bytes: other ones with the same hash can be looked for
             raise CorruptCheckpointError(
-                f"{path}: its header ({start} bytes) is damaged: its hash is {found}, saved was"
-                f" {file.header}"
+                f"{path}: its header ({len(made)} bytes) is damaged: its hash is"
+                f" {xxhash.xxh3_128_hexdigest(header)}, saved was {file.header}"
             )
+        offsets, start = dict[str, int](), len(made)
         for info in infos.values():
             offsets[info.name] = start
             start += info.bytes

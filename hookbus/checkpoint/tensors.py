@@ -84,12 +84,41 @@ class TensorInfo:
         hash: str,
         stride: Sequence[int] | None = None,
     ) -> TensorInfo:
+        """Take what a manifest says.
+
+        Raises:
+            FormatError: no tensor that this version could have written is like that.
+        """
         if dtype not in _DTYPES:
-            raise FormatError(f"tensor {name!r} has dtype {dtype}, which this version cannot read")
-        if math.prod(shape) * _DTYPES[dtype].itemsize != bytes:
-            raise FormatError(f"tensor {name!r} of shape {shape} and {dtype} has {bytes} bytes")
+            raise FormatError(f"dtype {dtype!r}, which this version cannot read")
+        itemsize = _DTYPES[dtype].itemsize
+        if not _are_sizes(shape) or math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
+            raise FormatError(f"shape is {shape!r}, not a list of sizes")
+        if type(bytes) is not int or math.prod(shape) * itemsize != bytes:
+            raise FormatError(f"bytes is {bytes!r} and not that of shape {shape} and {dtype}")
+        if type(hash) is not str:
+            raise FormatError(f"hash is {hash!r}, not a string")
+        if stride is not None and not (_are_sizes(stride) and _is_dense(shape, stride)):
+            raise FormatError(f"stride is {stride!r}, not that of a dense tensor of shape {shape}")
         kept = None if stride is None else tuple(stride)
         return TensorInfo(name, _DTYPES[dtype], torch.Size(shape), bytes, hash, kept)
+
+
+def _are_sizes(values: object) -> bool:
+    return type(values) is list and all(type(n) is int and 0 <= n < 2**63 for n in values)
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie side by side in some order of the axes; one of size 0 or 1 is free."""
+    if len(stride) != len(shape):
+        return False
+    reach = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1:
+            if step != reach:
+                return False
+            reach *= size
+    return True
 
 
 def dtype_name(dtype: torch.dtype) -> str:

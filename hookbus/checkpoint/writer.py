@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
+import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,13 +12,19 @@ import attrs
 import xxhash
 
 from hookbus.checkpoint import files, run_directory
-from hookbus.checkpoint.manifest import NAME, SEAL, FileInfo, Manifest, PartInfo, SectionManifest
+from hookbus.checkpoint.manifest import (
+    NAME,
+    SEAL,
+    Manifest,
+    PartInfo,
+    SectionManifest,
+    describe_file,
+)
+from hookbus.checkpoint.names import check_names, file_name, folder_name, part_name
 from hookbus.checkpoint.reader import Checkpoint
 from hookbus.checkpoint.tensors import describe, make_header, order_names, split_bytes, take_bytes
 from hookbus.checkpoint.tree import Flat, flatten
-from hookbus.errors import CallError, HookbusError, StateError, raise_all
-
-_SECTION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+from hookbus.errors import CallError, StateError, WriteError
 
 
 @attrs.frozen(eq=False)
@@ -57,7 +62,7 @@ def write_checkpoint(
     world_size: int = 1,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Checkpoint:
-    """Write a checkpoint of ``step`` into a run directory and return it.
+    """Write a checkpoint of ``step`` into a run directory that is there, and return it.
 
     It is written under a hidden name, brought to the disk, and renamed: under its final name it is
     complete. A second one of a step gets a serial. Tensors are read once, one at a time, without a
@@ -67,7 +72,7 @@ def write_checkpoint(
     Raises:
         CallError: a section's name cannot be a file's, or two differ only by case.
         StateError: ``progress``, ``metrics`` or ``settings`` hold what cannot be stored.
-        WriteError: the disk refused; nothing is left behind.
+        WriteError: ``run`` is not there, or the disk refused; nothing is left behind.
     """
     check_names([section.name for section in sections])
     file_names = _name_files(sections)
@@ -85,9 +90,10 @@ def write_checkpoint(
         versions=dict(versions),
         sections={},
     )
-    run_directory.make_run_directory(run)
+    if not run.is_dir():  # one that somebody took away is not made anew behind their back
+        raise WriteError(errno.ENOENT, "the run directory is gone; nothing is written", str(run))
     serial = run_directory.next_serial(run, step)
-    final = run / run_directory.folder_name(step, serial)
+    final = run / folder_name(step, serial)
     with run_directory.temporary_folder(run, final.name) as folder:
         written = {}
         for section in sections:
@@ -111,42 +117,19 @@ def write_checkpoint(
     return Checkpoint(final, manifest, sealed[-SEAL:])
 
 
-def check_names(names: Sequence[str]) -> None:
-    """Refuse names of sections that cannot be names of files everywhere.
-
-    Raises:
-        CallError: another letter than letters, digits, ``_ . - :``, or equal but for case.
-    """
-    problems: list[HookbusError] = [
-        CallError(f"section {name!r}: letters, digits, _ . - : only, and the first no . - or :")
-        for name in names
-        if not _SECTION.fullmatch(name)
-    ]
-    folded = Counter(name.lower() for name in names)
-    for lower in (lower for lower, count in folded.items() if count > 1):
-        same = [name for name in names if name.lower() == lower]
-        problems.append(
-            CallError(
-                f"sections {' and '.join(map(repr, same))} are equal but for case; rename one"
-            )
-        )
-    raise_all("sections cannot be named so", problems)
-
-
 def _name_files(sections: Sequence[Section]) -> dict[tuple[str, str | None], str]:
     named: dict[tuple[str, str | None], str] = {}
     taken: dict[str, str] = {}
     for section in sections:
         for part in section.parts:
-            who = section.name if part is None else f"{section.name}.{part}"
-            check_names([who])
+            who = part_name(section.name, part)
+            named[section.name, part] = file_name(section.name, part)
             lower = who.lower()
             if lower in taken:
                 raise CallError(
                     f"{taken[lower]!r} and {who!r} are one file; rename a part or section"
                 )
             taken[lower] = who
-            named[section.name, part] = who.replace(":", "+") + ".safetensors"
     return named
 
 
@@ -168,10 +151,9 @@ def _write_part(path: Path, part: Part, on_bytes: Callable[[int], None] | None) 
                     on_bytes(len(piece))
             hashes[info.name] = digest.hexdigest()
 
-    size = files.write_file(path, list_pieces())
-    file = FileInfo(path.name, size, xxhash.xxh3_128_hexdigest(header))
+    files.write_file(path, list_pieces())
     stored = {info.name: attrs.evolve(info, hash=hashes[info.name]) for info in infos}
-    return PartInfo(part.version, part.flat.tree, file, stored)
+    return PartInfo(part.version, part.flat.tree, describe_file(path.name, infos), stored)
 
 
 def _write_plain(what: str, values: Mapping[str, Any]) -> Any:
