@@ -174,7 +174,7 @@ class Pass:
     # -- what cannot be repeated ---------------------------------------------------------------
 
     def _can_skip(self, position: Mapping[str, Any]) -> bool:
-        if not self._is_gated and position["state"] is None:
+        if not self._skips:
             return False
         if not count_workers(self._source):
             return True
@@ -258,7 +258,7 @@ class Pass:
             reasons.append(self._describe_entangled())
         if workers and drew and has_persistent_workers(self._source):
             reasons.append("its persistent workers draw random numbers, which nothing can restore")
-        elif workers and drew and not self._repeat.replay and self._is_gated:
+        elif workers and drew and not self._repeat.replay and self._skips:
             reasons.append("its workers draw random numbers; pass batches(loader, replay=True)")
         if workers and not getattr(self._source, "in_order", True):
             reasons.append(_OVERTAKE)
@@ -287,6 +287,11 @@ class Pass:
     def _is_gated(self) -> bool:
         dataset = getattr(self._source, "dataset", None)
         return self._loader.gate is not None and not isinstance(dataset, IterableDataset)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether it can go on without loading what is done."""
+        return self._is_gated or has_own_state(self._source)
 
     @property
     def _is_watched(self) -> bool:

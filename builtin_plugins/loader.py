@@ -217,7 +217,7 @@ class Loaders:
             and hasattr(component, "__iter__")
             and not isinstance(component, (torch.nn.Module, Mapping))
         ):
-            return Loader(component)  # type: ignore[arg-type]
+            return Loader(component)
         return None
 
 

@@ -29,11 +29,11 @@ def _feed(so_far: xxhash.xxh3_128, value: object) -> None:
             so_far.update(f"{value.dtype} {tuple(value.shape)}".encode())
             if value.device.type == "cpu" and value.layout is torch.strided and _is_plain(value):
                 first = value.detach().reshape(-1)[: _BYTES // value.element_size()]
-                so_far.update(first.contiguous().view(torch.uint8).numpy())
+                so_far.update(first.contiguous().view(torch.uint8).numpy().data)
         case np.ndarray() if not value.dtype.hasobject:
             so_far.update(f"{value.dtype} {value.shape}".encode())
             first_ = value.reshape(-1)[: _BYTES // max(value.itemsize, 1)]
-            so_far.update(np.ascontiguousarray(first_).view(np.uint8))
+            so_far.update(np.ascontiguousarray(first_).view(np.uint8).data)
         case np.ndarray() | np.generic():
             _feed(so_far, value.tolist())
         case Mapping():

@@ -101,9 +101,9 @@ def digest(state: object) -> str:
     """Return a digest of a stream's state that is good within this process."""
     match state:
         case torch.Tensor():
-            return xxhash.xxh3_64_hexdigest(state.numpy())
+            return xxhash.xxh3_64_hexdigest(state.numpy().data)
         case np.ndarray():
-            return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(state))
+            return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(state).data)
         case Mapping():
             return "/".join(digest(value) for value in state.values())
         case list() | set():

@@ -32,7 +32,9 @@ def main(run: str) -> None:
             for (real,) in loop.batches(loader):
                 fake = generator(torch.randn(len(real), 4))
                 critic_optimizer.zero_grad()
-                critic_loss = softplus(-critic(real)).mean() + softplus(critic(fake.detach())).mean()
+                critic_loss = (
+                    softplus(-critic(real)).mean() + softplus(critic(fake.detach())).mean()
+                )
                 critic_loss.backward()
                 critic_optimizer.step()
                 if loop.batch % 2 == 0:

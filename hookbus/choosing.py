@@ -41,9 +41,7 @@ def check_run(run: str | os.PathLike[str]) -> Path:
         what = "is a checkpoint, not a run directory"
         if not path.is_dir():
             what = "is named like a checkpoint, which a run directory must not be"
-        raise CallError(
-            f"{path} {what}: {here} init_from={str(path)!r} to start a new run from it"
-        )
+        raise CallError(f"{path} {what}: {here} init_from={str(path)!r} to start a new run from it")
     if path.exists() and not path.is_dir():
         raise CallError(f"{path} is a file; pass the run directory, which need not exist yet")
     return path

@@ -31,7 +31,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 def make_scene(
-    make: Callable[[], Any], *, kept: bool = True, attach: bool = True, left: int = 9, **options: Any
+    make: Callable[[], Any],
+    *,
+    kept: bool = True,
+    attach: bool = True,
+    left: int = 9,
+    **options: Any,
 ) -> Callable[[], Parts]:
     """Three epochs over a loader that is kept or made in each; the first is left early."""
 
@@ -171,7 +176,9 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("cut", [("body", 1, 2), ("tail", 0, 0)], ids=["in an epoch", "at a border"])
+@pytest.mark.parametrize(
+    "cut", [("body", 1, 2), ("tail", 0, 0)], ids=["in an epoch", "at a border"]
+)
 def test_draws_that_workers_make_otherwise_are_refused(name: str, cut: Where, tmp_path) -> None:
     """Source: huggingface/accelerate#3110."""
     before, after, hint = CHANGES[name]

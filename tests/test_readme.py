@@ -38,8 +38,10 @@ def test_the_code_with_hookbus_is_the_example_and_is_short() -> None:
 def test_the_two_loops_of_the_readme_end_with_the_same_bits(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", str(tmp_path)])
     plain: dict[str, torch.nn.Module] = {}
+    torch.manual_seed(0)
     exec(read_side("-"), plain)
     with_bus: dict[str, torch.nn.Module] = {}
+    torch.manual_seed(0)
     exec(read_side("+"), with_bus)
     for name in ("model", "ema"):
         for key, tensor in plain[name].state_dict().items():

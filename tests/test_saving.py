@@ -94,7 +94,7 @@ def test_a_loop_that_would_begin_below_the_newest_checkpoint_is_refused(options,
     else:
         bus.save(step=300)
     bus.close()
-    with pytest.raises(ResumeError, match="the loop would begin at step 0.*init_from="):
+    with pytest.raises(ResumeError, match=r"the loop would begin at step 0.*init_from="):
         start(tmp_path, **options)
 
 
@@ -105,34 +105,32 @@ def test_a_save_below_the_newest_checkpoint_is_refused(tmp_path) -> None:
         bus.save(step=299)
 
 
+def train_until(ending: BaseException, run: Path) -> None:
+    """Ask for a save in each body; the third raises ``ending`` before its step."""
+    bus, loop, loader, step = start(run)
+    try:
+        for _ in loop.epochs(1):
+            for (x,) in loop.batches(loader):
+                bus.save()
+                if loop.batch == 3:
+                    raise ending
+                step(x)
+    finally:
+        bus.close()
+
+
 def test_close_while_an_exception_is_handled_writes_nothing_new(tmp_path, caplog) -> None:
-    bus, loop, loader, step = start(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        try:
-            for _ in loop.epochs(1):
-                for (x,) in loop.batches(loader):
-                    bus.save()
-                    if loop.batch == 3:
-                        _ = 1 / 0
-                    step(x)
-        finally:
-            bus.close()
+        train_until(ZeroDivisionError(), tmp_path)
     assert list_steps(tmp_path) == [1, 2]
     assert "is not written, since ZeroDivisionError is being handled" in caplog.text
 
 
-def test_a_system_exit_in_a_finally_still_writes(tmp_path) -> None:
-    bus, loop, loader, step = start(tmp_path)
+def test_a_system_exit_in_a_finally_still_writes(tmp_path, caplog) -> None:
     with pytest.raises(SystemExit):
-        try:
-            for _ in loop.epochs(1):
-                for (x,) in loop.batches(loader):
-                    step(x)
-                    bus.save()
-                    sys.exit()
-        finally:
-            bus.close()
-    assert list_steps(tmp_path) == [1]
+        train_until(SystemExit(), tmp_path)
+    assert [each.path.name for each in hookbus.checkpoints(tmp_path)][-1] == "step-00000002-1"
+    assert "saved as things stand" in caplog.text
 
 
 def test_save_is_refused_while_an_exception_of_the_run_is_handled(tmp_path) -> None:

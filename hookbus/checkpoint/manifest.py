@@ -18,12 +18,7 @@ from hookbus.checkpoint.files import open_file
 from hookbus.checkpoint.names import file_name
 from hookbus.checkpoint.tensors import TensorInfo, make_header
 from hookbus.checkpoint.tree import rebuild
-from hookbus.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    FormatError,
-    HookbusError,
-)
+from hookbus.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -44,13 +39,11 @@ def _must_be(what: str, test: Callable[[Any], bool]) -> _Check:
 
 
 def _is_text(value: Any) -> bool:
-    return type(value) is str
+    return isinstance(value, str)
 
 
 def _from(least: int) -> _Check:
-    return _must_be(
-        f"a whole number from {least} up", lambda v: type(v) is int and least <= v < 2**63
-    )
+    return _must_be(f"a whole number from {least} up", lambda v: type(v) is int and v >= least)
 
 
 def _check_plain(instance: object, field: attrs.Attribute[Any], tree: Any) -> None:
@@ -183,7 +176,7 @@ def _named(where: str) -> Iterator[None]:
         yield
     except FormatError as error:
         raise FormatError(f"{where}: {error}") from error
-    except (HookbusError, MemoryError):
+    except MemoryError:
         raise
     except Exception as error:  # the seal fits, so somebody else wrote it
         raise FormatError(f"{where}: cannot be read: {type(error).__name__}: {error}") from error
@@ -254,10 +247,12 @@ def _read_part(
 ) -> tuple[str | None, PartInfo]:
     with _named(f"part {part!r}"):
         stored = {name: _read_tensor(name, written) for name, written in tensors.items()}
+        if part is not None and not _is_text(part):
+            raise FormatError("its name is not a string or null")
         name = file_name(section, part)
         made = describe_file(name, stored.values()) if stored else None
-        if file != (made and attrs.asdict(made)):
-            raise FormatError(f"file is {reprlib.repr(file)}, and its tensors make {made}")
+        if file != (fitting := made and attrs.asdict(made)):
+            raise FormatError(f"file is {file!r}, and its tensors make it {fitting}")
         return part, PartInfo(version, tree, made, stored)
 
 

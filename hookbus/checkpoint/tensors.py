@@ -109,9 +109,11 @@ def _are_sizes(values: object) -> bool:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements lie side by side in some order of the axes; one of size 0 or 1 is free."""
+    """Whether elements lie side by side in some order of the axes; those of size 1 are free."""
     if len(stride) != len(shape):
         return False
+    if 0 in shape:
+        return True
     reach = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1:
