@@ -64,6 +64,10 @@ class Adopted:
     def loaders(self) -> list[Loader]:
         return list(self._loaders.values())
 
+    def awaits(self, call: int) -> bool:
+        """Whether there is a state for the loader of this call."""
+        return call in self._states
+
     def find(self, call: int, source: Iterable[Any], *, taking_up: bool) -> Loader:
         """Return who looks after the loader of this call; ``taking_up``: in the middle of it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -57,7 +58,7 @@ class Course:
         self.in_body, self._outer = False, None
 
     def put_state(self, state: Mapping[str, Any]) -> None:
-        self.at = Position(**state["position"])
+        self.at = Position(**copy.deepcopy(state["position"]))
         self.adopted.put_state(state["loaders"])
         self._resumed, self.is_pending = state, True
 
@@ -303,11 +304,12 @@ class Course:
         for entry in self.get_bus().plugins:
             if isinstance(entry.plugin, Loader) and entry.plugin.component is source:
                 return entry.plugin
-        # It may start persistent workers, which draws, and the streams are in place.
-        self.get_bus().hook.note_streams(slot="adopt")
-        loader = self.adopted.find(self.at.call, source, taking_up=taking_up)
-        self.get_bus().hook.put_streams(slot="adopt")
-        return loader
+        if self.adopted.awaits(self.at.call):
+            # Persistent workers may be started, which draws, and the streams are in place.
+            self.get_bus().hook.note_streams(slot="adopt")
+            self.adopted.find(self.at.call, source, taking_up=taking_up)
+            self.get_bus().hook.put_streams(slot="adopt")
+        return self.adopted.find(self.at.call, source, taking_up=taking_up)
 
     def _watch(self) -> Mapping[str, str]:
         digests = self.get_bus().hook.note_streams(slot="watch")

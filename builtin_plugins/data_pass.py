@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -105,7 +106,11 @@ class Pass:
 
     def fetch(self, iterator: Iterator[Any]) -> tuple[Any, int]:
         """Return the next batch, and how many samples are in it."""
-        batch = self._fetch_watched(iterator) if self._is_watched else next(iterator)
+        try:
+            batch = self._fetch_watched(iterator) if self._is_watched else next(iterator)
+        except StopIteration:
+            self._check_end()
+            raise
         samples = self._count(batch)
         self._handed += 1
         self._check_draws()
@@ -225,6 +230,19 @@ class Pass:
                 " and the sampler moves a stream meanwhile; pass the num_workers and"
                 " prefetch_factor of the saved run"
             )
+
+    def _check_end(self) -> None:
+        """Find a sampler that was given its state back and took it for the place to start at."""
+        if self.draws is None or not self._loader.is_reloaded:
+            return
+        self._loader.is_reloaded = False
+        with contextlib.suppress(TypeError):  # it may have no length
+            if self._handed < (n := len(self._source)):  # type: ignore[arg-type]
+                self._refuse(
+                    f"it ended after {self._handed} of {n} batches, since its sampler starts its"
+                    " next pass at the state it is given; at the end of a pass that must be the"
+                    " start of the next one"
+                )
 
     def _check_memories(self) -> None:
         """Compare what samplers remember from pass to pass, where no state tells it."""

@@ -44,7 +44,7 @@ class Held:
         """Say which streams and samplers are not in both."""
         for what in ("streams", "samplers"):
             saved, live = getattr(self, what), getattr(other, what)
-            if list(saved) != list(live):
+            if set(saved) != set(live):
                 return (
                     f"saved {what} were {', '.join(saved) or 'none'}, the run has"
                     f" {', '.join(live) or 'none'}"
@@ -76,6 +76,8 @@ class Loader:
         self.memories: set[str] = set()
         # ... and what they must be when the next pass begins.
         self.remembered: dict[str, Any] = {}
+        # Whether a sampler was given its state back and has not been gone through since.
+        self.is_reloaded = False
         self._slots: dict[str, Held] = {}
         self._spy: Spy | None = None
         self._drew_before = False
@@ -98,7 +100,8 @@ class Loader:
         saved = Held(**resume.metadata().state["slots"]["now"])
         difference = saved.find_difference(read_held(self.component))
         if difference is not None:
-            resume.problem(MismatchError(f"{resume.name}: {difference}"))
+            hint = f"pass skip=({resume.name!r},) to start it fresh"
+            resume.problem(MismatchError(f"{resume.name}: {difference}; {hint}"))
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
@@ -196,15 +199,20 @@ class Loader:
                 iter(self.component)
 
     def _put(self, held: Held, keep: Set[str] = frozenset()) -> None:
-        difference = held.find_difference(read_held(self.component))
+        live = read_held(self.component)
+        difference = held.find_difference(live)
         if difference is not None:
             raise SamplerError(f"{describe(self.component)}: {difference}")
+        saved, now = held.digest(), live.digest()
+        moved = {name for name in saved if saved[name] != now[name]} - keep
         streams = find_streams(self.component)
         samplers = dict(_list_stateful_samplers(self.component))
-        for name in held.streams.keys() - keep:
+        for name in moved & streams.keys():
             put_stream(streams[name], held.streams[name])
-        for way in held.samplers.keys() - keep:
+        # Only where it differs: some samplers start their next pass at what they are given.
+        for way in moved & samplers.keys():
             samplers[way].load_state_dict(copy.deepcopy(held.samplers[way]))
+            self.is_reloaded = True
 
 
 class Loaders:

@@ -159,6 +159,11 @@ class Loop:
         self._course.put_state(resume.read())
 
     @hookbus.hookimpl
+    def resume_end(self, resume: hookbus.Resume) -> None:
+        if resume.stage == "fit":
+            self._forgotten.look_around()
+
+    @hookbus.hookimpl
     def check_attached(self, components: Mapping[str, object]) -> None:
         self._check_optimizers()
         if self._forgotten.is_due():

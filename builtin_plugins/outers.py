@@ -70,6 +70,7 @@ class _BatchIterator:
     def __init__(self, course: Course, loader: Iterable[Any], repeat: Repeat) -> None:
         self._course = course
         self._rollbacks = course.rollbacks
+        course.check_alive(self._rollbacks)
         self._iterator = course.open(loader, repeat)
         self._turn = course.turn
         self._over = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -118,6 +119,6 @@ class Generators:
 
     @hookbus.hookimpl
     def plugin_for(self, name: str, component: object) -> object | None:
-        if isinstance(component, GENERATORS):
+        if isinstance(component, GENERATORS) and not isinstance(component, random.SystemRandom):
             return AttachedGenerator(component)
         return None

@@ -25,7 +25,7 @@ class Spy:
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._collate: Callable[[Any], Any] = loader.collate_fn
         self._init: Callable[[int], None] | None = loader.worker_init_fn
-        self._flag = torch.zeros(1, dtype=torch.uint8).share_memory_()
+        self._flag = torch.zeros(1, dtype=torch.uint8, device="cpu").share_memory_()
         self._last: dict[str, str] = {}
         self._seed = 0
 

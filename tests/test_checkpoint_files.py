@@ -220,6 +220,7 @@ def test_the_manifest_is_last_and_all_is_on_the_disk_before_the_one_rename(tmp_p
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(name_file(fd)) or fsync(fd))
     run = tmp_path / "run"
+    make_run_directory(run)
     save(run, section("a", [torch.ones(1)]), section("b", [torch.ones(1)]))
     hidden = next(name for kind, name in calls if kind == "rename_folder")
     assert calls == [
@@ -288,7 +289,7 @@ def test_a_file_in_the_way_of_the_run_directory_is_a_write_error(tmp_path):
         make_run_directory(tmp_path / "run")
     assert caught.value.errno == errno.EEXIST
     with pytest.raises(WriteError, match="cannot create the run directory: Not a directory"):
-        save(tmp_path / "run" / "inner")
+        make_run_directory(tmp_path / "run" / "inner")
 
 
 def test_a_process_killed_at_any_moment_of_a_save_leaves_the_old_or_the_new_checkpoint(
@@ -563,16 +564,14 @@ def test_a_sealed_manifest_that_nobody_wrote_is_a_format_error(tmp_path, change_
 
 
 def test_what_is_no_checkpoint_says_what_it_is(tmp_path):
-    save(tmp_path / "run")
     with pytest.raises(CheckpointNotFoundError, match="there is no checkpoint"):
         open_checkpoint(tmp_path / "nowhere")
     (tmp_path / "step-00000001").mkdir()
     with pytest.raises(CorruptCheckpointError, match=r"is missing, so .* is no whole checkpoint"):
         open_checkpoint(tmp_path / "step-00000001")
-    with pytest.raises(
-        CorruptCheckpointError, match=r"is missing, so .*run is no whole checkpoint"
-    ):
-        open_checkpoint(tmp_path / "run")
+    (tmp_path / "step-00000001").rmdir()
+    with pytest.raises(CorruptCheckpointError, match=r"is missing, so .* is no whole checkpoint"):
+        open_checkpoint(tmp_path)
 
 
 def test_a_section_or_part_that_is_not_there_is_named_with_those_that_are(tmp_path):

@@ -364,6 +364,37 @@ def test_a_sampler_that_counts_epochs_is_exact_if_the_script_sets_them(tmp_path)
     )
 
 
+class Starting(EagerGlobal):
+    """Starts where its state says, once; ``ends_at`` is its state after a pass."""
+
+    def __init__(self, ends_at: int) -> None:
+        self.ends_at = ends_at
+        self.done = self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1)).tolist()
+        for self.done, index in enumerate(order[self.start :], self.start + 1):
+            yield index
+        self.done, self.start = self.ends_at, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = self.done = state["done"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_starts_where_its_state_says_is_exact(workers: int, tmp_path) -> None:
+    check_exact(
+        lambda: make_parts(
+            lambda: plain_loader(sampler=Starting(0), num_workers=workers), attach=True
+        ),
+        tmp_path,
+        every=2 if workers else 1,
+    )
+
+
 class Stateful(EagerGlobal):
     """Counts samples from epoch to epoch; nothing tells it the epoch."""
 
@@ -396,6 +427,11 @@ REFUSED = {
         data_scene("distributed"),
         ("body", 1, 2),
         "set_epoch was not called",
+    ),
+    "a sampler that ends at its end": (
+        lambda: make_parts(lambda: plain_loader(sampler=Starting(SAMPLES)), attach=True),
+        ("tail", 0, 0),
+        "it ended after 0 of 5 batches, since its sampler starts its next pass at the state it is",
     ),
     "an iterator that lives on": (
         lambda: make_living_iterator(),

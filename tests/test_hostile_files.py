@@ -23,10 +23,10 @@ from hookbus.checkpoint import Checkpoint, Part, RunLock, Section, flatten, writ
 from hookbus.checkpoint.tensors import TensorInfo, describe, make_header
 from hookbus.errors import (
     CallError,
-    CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
+    HookbusError,
     RunLockedError,
     WriteError,
 )
@@ -138,7 +138,7 @@ def test_whatever_stands_at_any_place_of_a_manifest_is_read_or_is_an_error_of_ou
     ):
         try:
             act(hookbus.open(folder))
-        except hookbus.errors.HookbusError as error:
+        except HookbusError as error:
             assert str(error)  # noqa: PT017 - every other error fails the test
 
 
@@ -238,7 +238,7 @@ def test_a_section_that_nobody_writes_so_is_named(tmp_path, change, message):
     ["../../outside.safetensors", "/etc/x.safetensors", 3, None, "a\0b", "", "t.safetensors", "s"],
 )
 def test_a_file_has_the_name_that_the_writer_gives_it(tmp_path, name):
-    checkpoint = save(tmp_path / ".", [torch.ones(2)])
+    checkpoint = save(tmp_path, [torch.ones(2)])
     folder = reseal(checkpoint, lambda m: part_of(m)["file"].update(name=name))
     refuse(folder, f"section 's': part None: file is {{'name': {name!r}, ")
     refuse(folder, "and its tensors make it {'name': 's.safetensors', ")
@@ -258,9 +258,9 @@ def test_what_json_has_not_is_refused(tmp_path, literal):
     refuse(folder, f"it holds {literal}, which JSON has not")
 
 
-@pytest.mark.parametrize("text", ["[1", "[" * 10**5, '{"a":', "\ud800".encode("utf-8", "replace")])
+@pytest.mark.parametrize("text", ["[1", "[" * 10**5, '{"a":'])
 def test_what_is_no_dict_is_refused(tmp_path, text):
-    refuse(reseal_text(save(tmp_path, 1), lambda t: str(text)), "cannot be read: ")
+    refuse(reseal_text(save(tmp_path, 1), lambda t: text), "cannot be read: ")
 
 
 # -- tensors ---------------------------------------------------------------------------------------
@@ -355,11 +355,7 @@ def test_a_tree_that_nobody_writes_so_is_named_with_its_section(tmp_path, node):
     message = re.escape(f"{opened.path / 'manifest.json'}: section 's': a state's tree cannot be")
     with pytest.raises(FormatError, match=message):
         opened.read("s")
-    with (
-        pytest.raises(CheckpointError, match=message)
-        if "is" not in str(node)
-        else (pytest.raises(hookbus.errors.HookbusError))
-    ):
+    with pytest.raises(HookbusError):  # a sparse one does not fit the live one
         opened.read_into("s", {"w": torch.zeros(2)})
 
 

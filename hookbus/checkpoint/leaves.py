@@ -218,6 +218,8 @@ def decode_leaf(tag: str, payload: Any, tensors: Mapping[str, torch.Tensor]) -> 
 
 def _decode_array(raw: NDArray[numpy.uint8], name: str, shape: list[int]) -> NDArray[Any]:
     dtype = read_dtype(name)
+    if raw.size and not dtype.itemsize:
+        raise ValueError(f"an array of dtype {name} has {raw.size} bytes")
     return raw.view(dtype).reshape(shape) if dtype.itemsize else numpy.ndarray(shape, dtype)
 
 

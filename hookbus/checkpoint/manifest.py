@@ -238,7 +238,7 @@ def _read_section(name: str, written: dict[str, Any]) -> SectionManifest:
         file_name(name, None)  # checked, also where there is no file
         parts = dict(_read_part(name, **part) for part in written["parts"])
         if len(parts) < len(written["parts"]):
-            raise FormatError("parts are of one name")
+            raise FormatError("two parts are of one name")
         return SectionManifest(**{**written, "parts": parts})
 
 
@@ -248,7 +248,7 @@ def _read_part(
     with _named(f"part {part!r}"):
         stored = {name: _read_tensor(name, written) for name, written in tensors.items()}
         if part is not None and not _is_text(part):
-            raise FormatError("its name is not a string or null")
+            raise FormatError(f"its name is {part!r}, not a string or null")
         name = file_name(section, part)
         made = describe_file(name, stored.values()) if stored else None
         if file != (fitting := made and attrs.asdict(made)):

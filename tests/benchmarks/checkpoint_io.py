@@ -44,6 +44,7 @@ def measure(name: str, size: int, action: Callable[[], object]) -> None:
 def main(mebibytes: int, folder: Path) -> None:
     torch.set_num_threads(1)
     layers = 16
+    (folder / "run").mkdir()
     state = {f"layer{i}.weight": torch.randn(mebibytes * MIB // 4 // layers) for i in range(layers)}
     live = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     size = sum(tensor.nbytes for tensor in state.values())
