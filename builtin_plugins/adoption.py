@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from builtin_plugins.loader import Held, Loader, describe, read_held
+from builtin_plugins.held import Held
+from builtin_plugins.loader import Loader, describe
 from builtin_plugins.search import find_live
 from builtin_plugins.streams import find_streams, is_fresh
 from hookbus.errors import SamplerError
@@ -58,7 +59,7 @@ class Adopted:
         names = {settings["class"] for settings in self._settings.values()}
         for each in find_live(lambda kind: kind.__qualname__ in names) if names else ():
             with contextlib.suppress(TypeError):  # a list of batches has nothing to restore
-                self._before[id(each)] = weakref.ref(each), read_held(each).digest()
+                self._before[id(each)] = weakref.ref(each), Held.read(each).digest()
 
     @property
     def loaders(self) -> list[Loader]:
@@ -97,7 +98,7 @@ def _list_moved_on(loader: object, before: Mapping[str, str], saved: Mapping[str
     Raises:
         SamplerError: it has drawn from a stream that was not in place by then.
     """
-    live, streams = read_held(loader).digest(), find_streams(loader)
+    live, streams = Held.read(loader).digest(), find_streams(loader)
     moved = {name for name, value in before.items() if live.get(name) != value}
     lost = [
         name

@@ -5,28 +5,27 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import attrs
 from torch.utils.data import IterableDataset
 
 from builtin_plugins import proof
-from builtin_plugins.gate import Draws
-from builtin_plugins.loader import (
-    Loader,
-    count_workers,
-    describe,
-    has_own_state,
-    has_persistent_workers,
-    read_attributes,
+from builtin_plugins.doubts import (
+    doubt_draws,
+    doubt_end,
+    doubt_memories,
+    doubt_order,
+    doubt_place,
 )
+from builtin_plugins.gate import Draws
+from builtin_plugins.held import has_own_state, read_attributes
+from builtin_plugins.loader import Loader, count_workers, describe, has_persistent_workers
 from builtin_plugins.streams import digest, read_process_streams
 from hookbus.errors import SamplerError
 
 logger = logging.getLogger("hookbus")
-
-_OVERTAKE = "in_order=False lets workers overtake each other"
 
 Digests: TypeAlias = Mapping[str, str]
 
@@ -73,7 +72,8 @@ class Pass:
         Raises:
             SamplerError: persistent workers have drawn, or a sampler has forgotten.
         """
-        self._check_memories()
+        saved, self._loader.remembered = self._loader.remembered, {}
+        self._refuse(doubt_memories(saved, self._attributes))
         self._check_draws()
         return self._make_iterator()
 
@@ -89,10 +89,8 @@ class Pass:
         self._moved_by_training |= set(position["moved by training"])
         self._entangled |= set(position["entangled"])
         self._check_draws()
-        if count_workers(self._source) and not getattr(self._source, "in_order", True):
-            self._refuse(_OVERTAKE)
-        self._skipped = self._can_skip(position)
-        if not self._skipped:
+        self._refuse(doubt_place(self._loader, self._entangled, replays=self._replays))
+        if self._replays:
             iterator = self._replay(position)
         elif self._is_gated:
             iterator = self._make_iterator(position["batch"], position["ahead"])
@@ -100,7 +98,8 @@ class Pass:
             self._source.load_state_dict(position["state"])  # type: ignore[attr-defined]
             iterator = self._make_iterator()
             self._digest = position["digest"]
-        self._check_order(position)
+        self._skipped = not self._replays
+        self._refuse(doubt_order(position, self._done, self.draws, describe(self._source)))
         self._handed = position["batch"]
         return iterator
 
@@ -124,11 +123,11 @@ class Pass:
     def read_position(self) -> dict[str, Any]:
         """Return where this pass stands and the proof of it, as plain values."""
         self._look_for_memories()
-        self._warn_of_refusal()
+        self._warn_of_place()
         draws = self.draws
         return {
             "batch": self._handed,
-            "digest": draws.handed.digest if draws else self._digest,
+            "digest": self._done,
             "ahead": draws.ahead if draws else 0,
             "digest ahead": draws.drawn.digest if draws else None,
             "moved by training": sorted(self._moved_by_training),
@@ -158,8 +157,6 @@ class Pass:
 
     def _replay(self, position: Mapping[str, Any]) -> Iterator[Any]:
         batches = position["batch"]
-        if self._entangled:
-            self._refuse(self._describe_entangled())
         iterator = self._make_iterator(0, batches + position["ahead"])
         logger.warning(
             "%s: the %d batches that are done are loaded again and dropped",
@@ -178,86 +175,14 @@ class Pass:
 
     # -- what cannot be repeated ---------------------------------------------------------------
 
-    def _can_skip(self, position: Mapping[str, Any]) -> bool:
-        if not self._skips:
-            return False
-        if not count_workers(self._source):
-            return True
-        if self._loader.has_drawn and not self._repeat.replay:
-            self._refuse(
-                "its workers drew random numbers; pass batches(loader, replay=True) to load the"
-                f" {position['batch']} batches again and drop them"
-            )
-        return not self._repeat.replay
-
     def _check_draws(self) -> None:
-        if self.draws is not None and self.draws.moved_late:
-            self._refuse(
-                "its sampler draws as it goes, and how far it runs ahead depends on"
-                f" {self._loader.no_late_draws}"
-            )
-        if not self._loader.has_drawn:
-            return
-        if self._loader.no_draws is not None:
-            self._refuse(f"its workers drew random numbers: {self._loader.no_draws}")
-        elif self._skipped:
-            self._refuse(
-                "its workers drew random numbers, and others than before would have;"
-                " pass batches(loader, replay=True)"
-            )
-
-    def _check_order(self, position: Mapping[str, Any]) -> None:
-        draws = self.draws
-        if (draws.handed.digest if draws else self._digest) != position["digest"]:
-            what = "indices" if draws else "contents"
-            self._refuse(
-                f"the {what} of the {position['batch']} batches that are done are not those of the"
-                f" saved run ({position['described']}; now {describe(self._source)}): the sampler"
-                " or the dataset has a memory of its own (give the sampler state_dict and"
-                " load_state_dict), set_epoch was not called, or dataset or batch size changed"
-            )
-        if draws is None:
-            return
-        saved = position["batch"] + position["ahead"]
-        if draws.drawn.batches == saved and draws.drawn.digest != position["digest ahead"]:
-            self._refuse(
-                f"the {position['ahead']} batches that the saved run had drawn ahead are not"
-                " repeated: the sampler draws from a stream that something else moves"
-            )
-        if draws.moved_a_stream:
-            self._refuse(
-                f"this run draws {draws.ahead} batches ahead, the saved one {position['ahead']},"
-                " and the sampler moves a stream meanwhile; pass the num_workers and"
-                " prefetch_factor of the saved run"
-            )
+        self._refuse(doubt_draws(self._loader, self.draws, skipped=self._skipped))
 
     def _check_end(self) -> None:
-        """Find a sampler that was given its state back and took it for the place to start at."""
-        if self.draws is None or not self._loader.is_reloaded:
-            return
-        self._loader.is_reloaded = False
-        with contextlib.suppress(TypeError):  # it may have no length
-            if self._handed < (n := len(self._source)):  # type: ignore[arg-type]
-                self._refuse(
-                    f"it ended after {self._handed} of {n} batches, since its sampler starts its"
-                    " next pass at the state it is given; at the end of a pass that must be the"
-                    " start of the next one"
-                )
-
-    def _check_memories(self) -> None:
-        """Compare what samplers remember from pass to pass, where no state tells it."""
-        live = read_attributes(self._source)
-        saved, self._loader.remembered = self._loader.remembered, {}
-        forgotten = [
-            f"{way} was {value}, is {live.get(way)}"
-            for way, value in saved.items()
-            if live.get(way) != value
-        ]
-        if forgotten:
-            self._refuse(
-                f"a sampler has forgotten ({', '.join(forgotten)}): call its set_epoch, or give it"
-                " state_dict and load_state_dict"
-            )
+        if self.draws is not None and self._loader.is_reloaded:
+            self._loader.is_reloaded = False
+            with contextlib.suppress(TypeError):  # it may have no length
+                self._refuse(doubt_end(self._handed, len(self._source)))  # type: ignore[arg-type]
 
     def _look_for_memories(self) -> None:
         for way, value in read_attributes(self._source).items():
@@ -268,36 +193,21 @@ class Pass:
                     " saved; give the sampler state_dict and load_state_dict"
                 )
 
-    def _warn_of_refusal(self) -> None:
+    def _warn_of_place(self) -> None:
         """Say at the save, once, what a resume from the middle of this epoch will refuse."""
-        workers, drew = count_workers(self._source), self._loader.has_drawn
-        reasons = []
-        if self._entangled and not workers:
-            reasons.append(self._describe_entangled())
-        if workers and drew and has_persistent_workers(self._source):
-            reasons.append("its persistent workers draw random numbers, which nothing can restore")
-        elif workers and drew and not self._repeat.replay and self._skips:
-            reasons.append("its workers draw random numbers; pass batches(loader, replay=True)")
-        if workers and not getattr(self._source, "in_order", True):
-            reasons.append(_OVERTAKE)
+        reasons = list(doubt_place(self._loader, self._entangled, replays=self._replays))
         if reasons and not self._repeat.inexact_ok:
             self._loader.warn(
                 f"{describe(self._source)} is saved in the middle of an epoch, from where it cannot"
                 f" go on exactly: {'; '.join(reasons)}"
             )
 
-    def _describe_entangled(self) -> str:
-        names = ", ".join(sorted(name.partition(".")[2] for name in self._entangled))
-        return (
-            f"the data and the training draw from the same streams ({names}) in this process; give"
-            " the dataset a generator of its own"
-        )
-
-    def _refuse(self, why: str) -> None:
-        text = f"{describe(self._source)} cannot go on exactly: {why}"
-        if not self._repeat.inexact_ok:
-            raise SamplerError(f"{text}; or pass batches(loader, inexact_ok=True)")
-        self._loader.warn(f"{text}; going on, as inexact_ok=True says")
+    def _refuse(self, reasons: Iterable[str]) -> None:
+        for why in reasons:
+            text = f"{describe(self._source)} cannot go on exactly: {why}"
+            if not self._repeat.inexact_ok:
+                raise SamplerError(f"{text}; or pass batches(loader, inexact_ok=True)")
+            self._loader.warn(f"{text}; going on, as inexact_ok=True says")
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -307,9 +217,16 @@ class Pass:
         return self._loader.gate is not None and not isinstance(dataset, IterableDataset)
 
     @property
-    def _skips(self) -> bool:
-        """Whether it can go on without loading what is done."""
-        return self._is_gated or has_own_state(self._source)
+    def _replays(self) -> bool:
+        """Whether what is done is loaded again when this is taken up."""
+        if not self._is_gated and not has_own_state(self._source):
+            return True
+        return self._repeat.replay and count_workers(self._source) > 0
+
+    @property
+    def _done(self) -> str:
+        """The digest of what was handed out."""
+        return self._digest if self.draws is None else self.draws.handed.digest
 
     @property
     def _is_watched(self) -> bool:
@@ -335,7 +252,7 @@ class Pass:
         moved = _list_moved(before, self._last_digests)
         self._entangled |= moved & self._moved_by_training
         if self.draws is not None and moved:
-            self._refuse(f"the data draws random numbers: {self._loader.no_draws}")
+            self._refuse([f"the data draws random numbers: {self._loader.no_draws}"])
         return batch
 
 

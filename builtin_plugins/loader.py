@@ -3,57 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-import attrs
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import hookbus
 from builtin_plugins.gate import Gate
+from builtin_plugins.held import Held, has_own_state
 from builtin_plugins.spy import Spy
-from builtin_plugins.streams import (
-    SLOTS,
-    digest,
-    find_streams,
-    list_attributes,
-    list_holders,
-    put_stream,
-    read_stream,
-)
+from builtin_plugins.streams import SLOTS
 from hookbus.errors import MismatchError, SamplerError
 
 logger = logging.getLogger("hookbus")
 
 # Settings whose change changes the order or the batches; that of the others may change the bits.
 _OF_THE_ORDER = ("class", "batch_size", "drop_last", "sampler", "samples", "persistent_workers")
-
-
-@attrs.frozen(eq=False)
-class Held:
-    """What a loader holds at one moment, by the way to it; copies."""
-
-    streams: Mapping[str, Any]
-    samplers: Mapping[str, Any]
-    attributes: Mapping[str, Any]
-
-    def find_difference(self, other: Held) -> str | None:
-        """Say which streams and samplers are not in both."""
-        for what in ("streams", "samplers"):
-            saved, live = getattr(self, what), getattr(other, what)
-            if set(saved) != set(live):
-                return (
-                    f"saved {what} were {', '.join(saved) or 'none'}, the run has"
-                    f" {', '.join(live) or 'none'}"
-                )
-        return None
-
-    def digest(self) -> Mapping[str, str]:
-        held = {**self.streams, **self.samplers}
-        return {name: digest(state) for name, state in held.items()}
 
 
 class Loader:
@@ -87,7 +54,7 @@ class Loader:
 
     @hookbus.hookimpl
     def note_streams(self, slot: str) -> Mapping[str, str]:
-        self._slots[slot] = held = read_held(self.component)
+        self._slots[slot] = held = Held.read(self.component)
         return held.digest()
 
     @hookbus.hookimpl
@@ -98,7 +65,7 @@ class Loader:
     @hookbus.hookimpl
     def check_state(self, resume: hookbus.Resume) -> None:
         saved = Held(**resume.metadata().state["slots"]["now"])
-        difference = saved.find_difference(read_held(self.component))
+        difference = saved.find_difference(self.component)
         if difference is not None:
             hint = f"pass skip=({resume.name!r},) to start it fresh"
             resume.problem(MismatchError(f"{resume.name}: {difference}; {hint}"))
@@ -114,11 +81,7 @@ class Loader:
 
     def read_state(self) -> dict[str, Any]:
         """Return what the section holds; streams are as they were last noted."""
-        slots = {
-            slot: attrs.asdict(self._slots[slot], recurse=False)
-            for slot in SLOTS
-            if slot in self._slots
-        }
+        slots = {slot: self._slots[slot].to_dict() for slot in SLOTS if slot in self._slots}
         workers = self.workers_of_pass
         if workers is None:
             workers = has_persistent_workers(self.component)
@@ -199,20 +162,10 @@ class Loader:
                 iter(self.component)
 
     def _put(self, held: Held, keep: Set[str] = frozenset()) -> None:
-        live = read_held(self.component)
-        difference = held.find_difference(live)
+        difference = held.find_difference(self.component)
         if difference is not None:
             raise SamplerError(f"{describe(self.component)}: {difference}")
-        saved, now = held.digest(), live.digest()
-        moved = {name for name in saved if saved[name] != now[name]} - keep
-        streams = find_streams(self.component)
-        samplers = dict(_list_stateful_samplers(self.component))
-        for name in moved & streams.keys():
-            put_stream(streams[name], held.streams[name])
-        # Only where it differs: some samplers start their next pass at what they are given.
-        for way in moved & samplers.keys():
-            samplers[way].load_state_dict(copy.deepcopy(held.samplers[way]))
-            self.is_reloaded = True
+        self.is_reloaded |= held.put(self.component, keep)
 
 
 class Loaders:
@@ -227,26 +180,6 @@ class Loaders:
         ):
             return Loader(component)
         return None
-
-
-def read_held(loader: object) -> Held:
-    """Return copies of a loader's streams, of its samplers' states, and of their attributes."""
-    return Held(
-        {name: read_stream(stream) for name, stream in find_streams(loader).items()},
-        {way: copy.deepcopy(each.state_dict()) for way, each in _list_stateful_samplers(loader)},
-        read_attributes(loader),
-    )
-
-
-def read_attributes(loader: object) -> dict[str, Any]:
-    """Return the plain attributes of samplers without a state, in which a memory would show."""
-    return {
-        f"{way}.{name}": value
-        for way, sampler in _list_samplers(loader)
-        if not has_own_state(sampler)
-        for name, value in list_attributes(sampler).items()
-        if type(value) in (int, float, str, bool)
-    }
 
 
 def read_settings(loader: object) -> dict[str, Any]:
@@ -278,10 +211,6 @@ def describe(loader: object) -> str:
     return f"{settings['class']} (batch_size={settings['batch_size']}, {settings['sampler']}{size})"
 
 
-def has_own_state(component: object) -> bool:
-    return hasattr(component, "state_dict") and hasattr(component, "load_state_dict")
-
-
 def is_persistent(loader: object) -> bool:
     return bool(getattr(loader, "persistent_workers", False))
 
@@ -297,20 +226,6 @@ def count_workers(loader: object) -> int:
 
 def _is_plain(loader: object) -> bool:
     return isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
-
-
-def _list_samplers(loader: object) -> Iterator[tuple[str, Any]]:
-    for way, holder in list_holders(loader):
-        if way.rpartition(".")[2] in ("sampler", "batch_sampler"):
-            yield way, holder
-
-
-def _list_stateful_samplers(loader: object) -> Iterator[tuple[str, Any]]:
-    if not has_own_state(loader):  # else its samplers' states are in it
-        for way, sampler in _list_samplers(loader):
-            # torchdata's start at what they are given, once; the loop skips by itself.
-            if has_own_state(sampler) and not hasattr(sampler, "next_yielded"):
-                yield way, sampler
 
 
 def _count_samples(dataset: object) -> int | None:
