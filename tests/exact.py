@@ -78,7 +78,8 @@ class PlainLoop:
 
     def epochs(self, n: int) -> Iterator[int]:
         self._finished = False
-        for self.epoch in range(self.epoch, n):
+        for epoch in range(self.epoch, n):
+            self.epoch = epoch
             yield self.epoch
             if self._finished:
                 break

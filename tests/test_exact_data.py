@@ -149,7 +149,7 @@ def test_inexact_ok_goes_on_and_says_so(name: str, tmp_path, caplog) -> None:
 
 def test_a_changed_batch_size_or_dataset_is_found(tmp_path) -> None:
     assert run_bus(data_scene(), tmp_path, cut=("body", 1, 2)) is CUT
-    with pytest.raises(SamplerError, match="batch_size=4.*now.*batch_size=3"):
+    with pytest.raises(SamplerError, match=r"batch_size=4.*now.*batch_size=3"):
         run_bus(data_scene(batch_size=3), tmp_path)
 
 

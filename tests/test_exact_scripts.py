@@ -373,7 +373,8 @@ class Starting(EagerGlobal):
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1)).tolist()
-        for self.done, index in enumerate(order[self.start :], self.start + 1):
+        for done, index in enumerate(order[self.start :], self.start + 1):
+            self.done = done
             yield index
         self.done, self.start = self.ends_at, 0
 

@@ -143,7 +143,7 @@ def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, scheduler: str, tmp
 
 @pytest.mark.parametrize(("scheduler", "optimizer"), pair(SCHEDULERS, ["SGD", "AdamW"]))
 def test_every_scheduler_goes_on_bit_for_bit(scheduler: str, optimizer: str, tmp_path) -> None:
-    """Source: pytorch/pytorch#65342; open-mmlab/mmengine#1542; KempnerInstitute/KempnerForge#114."""
+    """Source: pytorch/pytorch#65342, open-mmlab/mmengine#1542, KempnerInstitute/KempnerForge#114"""
     check_exact(make_scene(optimizer, scheduler), tmp_path)
 
 
