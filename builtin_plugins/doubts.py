@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from torch.utils.data import IterableDataset
+
 from builtin_plugins.gate import Draws
 from builtin_plugins.loader import Loader, count_workers
 
@@ -12,7 +14,9 @@ from builtin_plugins.loader import Loader, count_workers
 def doubt_place(loader: Loader, entangled: Collection[str], *, replays: bool) -> Iterator[str]:
     """Of the middle of an epoch, at the save and again when it is taken up."""
     workers = count_workers(loader.component)
-    if entangled and not workers:
+    # A stream is gone through again, by whom ever.
+    again = replays or isinstance(getattr(loader.component, "dataset", None), IterableDataset)
+    if entangled and again and not workers:
         names = ", ".join(sorted(name.partition(".")[2] for name in entangled))
         yield (
             f"the data and the training draw from the same streams ({names}) in this process; give"

@@ -186,6 +186,7 @@ def run_bus(
         raise
     finally:
         bus._let_go()
+        del bus  # the traceback keeps this frame
 
 
 def _run(

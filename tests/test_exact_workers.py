@@ -188,6 +188,13 @@ def test_draws_that_workers_make_otherwise_are_refused(name: str, cut: Where, tm
     assert hint in str(caught.value)
 
 
+def test_torchdata_does_not_repeat_a_stream_that_shares_a_stream(tmp_path) -> None:
+    build = make_scene(stateful(0, lambda: Stream("torch")))
+    assert run_bus(build, tmp_path, cut=("body", 1, 3)) is CUT
+    with pytest.raises(SamplerError, match="give the dataset a generator of its own"):
+        run_bus(build, tmp_path, seed_number=9)
+
+
 def test_draws_of_workers_after_a_skip_are_refused_before_they_are_trained_on(tmp_path) -> None:
     build = make_scene(lambda: data.DataLoader(Late(17), BATCH, num_workers=2, prefetch_factor=1))
     assert run_bus(build, tmp_path, cut=("body", 0, 2)) is CUT
