@@ -9,7 +9,7 @@ from typing import Any
 
 from builtin_plugins.held import Held
 from builtin_plugins.loader import Loader, describe
-from builtin_plugins.search import find_live
+from builtin_plugins.search import find_instances, list_subclasses
 from builtin_plugins.streams import find_streams, is_fresh
 from hookbus.errors import SamplerError
 
@@ -57,7 +57,8 @@ class Adopted:
             return
         self._looked = True
         names = {settings["class"] for settings in self._settings.values()}
-        for each in find_live(lambda kind: kind.__qualname__ in names) if names else ():
+        kinds = [each for each in list_subclasses([object]) if each.__qualname__ in names]
+        for each in find_instances(kinds):
             with contextlib.suppress(TypeError):  # a list of batches has nothing to restore
                 self._before[id(each)] = weakref.ref(each), Held.read(each).digest()
 

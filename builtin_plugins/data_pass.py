@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import attrs
+from rich.console import Console
+from rich.progress import track
 from torch.utils.data import IterableDataset
 
 from builtin_plugins import proof
@@ -163,7 +166,9 @@ class Pass:
             describe(self._source),
             batches,
         )
-        for done in range(batches):
+        shown = sys.stderr is not None and sys.stderr.isatty()
+        console = Console(stderr=True)
+        for done in track(range(batches), console=console, transient=True, disable=not shown):
             try:
                 self._count(next(iterator))
             except StopIteration:

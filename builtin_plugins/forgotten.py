@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from builtin_plugins.data_pass import BlindPass, Pass
 from builtin_plugins.loader import describe, has_persistent_workers
-from builtin_plugins.search import find_live
+from builtin_plugins.search import find_instances
 from builtin_plugins.streams import digest, find_streams, is_fresh, read_stream
 
 _HALF_WAY = (
@@ -45,7 +45,7 @@ class Forgotten:
             self._before[each] = _look_at(each)
 
     def is_due(self) -> bool:
-        """Whether this save is one that searches, which takes some 20 ms.
+        """Whether this save is one that searches, which takes some 10 ms.
 
         It is if processes came or went since the last save, or if it is the first, second, fourth,
         eighth and so on.
@@ -107,7 +107,7 @@ class Forgotten:
 
 
 def _find() -> list[Any]:
-    return find_live(lambda kind: issubclass(kind, (DataLoader, _BaseDataLoaderIter)))
+    return find_instances([DataLoader, _BaseDataLoaderIter])
 
 
 def _look_at(each: Any) -> dict[str, object]:

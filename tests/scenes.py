@@ -292,7 +292,7 @@ def training_scene(
     clear: str = "last",
     overflow: tuple[int, ...] | None = None,
     ema: bool = False,
-    samples_a_batch: int = BATCH,
+    samples_a_batch: int = 5,
 ) -> Callable[[], Parts]:
     """A run of two epochs; ``overflow`` has a gradient scaler and the batches that overflow."""
 

@@ -189,7 +189,7 @@ BODIES = {
     "accumulation across the epoch's end": {"accumulate": 3, "clear": "never"},
     "gradient scaler": {"overflow": ()},
     "gradient scaler, overflows": {"overflow": (1, 3)},
-    "gradient scaler, nothing but overflows": {"overflow": (1, 2, 3, 4, 5)},
+    "gradient scaler, nothing but overflows": {"overflow": (1, 2, 3, 4)},
     "gradient scaler, accumulation": {"overflow": (2,), "accumulate": 2},
     "gradient scaler, zero_grad() first": {"overflow": (1, 4), "clear": "first"},
     "averaged model": {"ema": True},
@@ -197,8 +197,11 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    # A fused step is called on an overflow too.
+    [(name, False) for name in BODIES] + [(name, True) for name in BODIES if "scaler" in name],
+)
 def test_every_kind_of_body_goes_on_bit_for_bit(name: str, fused: bool, tmp_path) -> None:
     """Source: huggingface/transformers#22143; mosaicml/composer#1376;
     ultralytics/ultralytics#22189.

@@ -146,7 +146,7 @@ def test_void_steps_of_a_gradient_scaler_are_not_counted(tmp_path) -> None:
             lambda p, fused=fused: torch.optim.AdamW(p, fused=fused), overflow=(2,)
         )
         run_bus(build, tmp_path / str(fused), saves=[("tail", 1, 0)])
-        assert list_steps(tmp_path / str(fused)) == [8]  # of ten batches
+        assert list_steps(tmp_path / str(fused)) == [6]  # of eight batches
 
 
 def test_two_optimizers_make_one_step_a_batch(start) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import hookbus
 from builtin_plugins import Loop
-from builtin_plugins.search import find_live
+from builtin_plugins.search import find_instances
 
 SCRIPT = """
 import resource, sys
@@ -97,7 +97,7 @@ def run(tmp_path) -> Path:
 
 def list_tensors() -> list[torch.Tensor]:
     gc.collect()
-    return find_live(lambda kind: issubclass(kind, torch.Tensor))
+    return find_instances([torch.Tensor])
 
 
 def test_nothing_of_a_checkpoint_is_alive_after_the_resume(run) -> None:
@@ -105,6 +105,7 @@ def test_nothing_of_a_checkpoint_is_alive_after_the_resume(run) -> None:
     seed(1)
     components = build()
     before = {id(tensor) for tensor in list_tensors()}
+    assert id(components["tensor"]) in before
     with hookbus.HookBus() as bus:
         bus.attach(**components, loop=Loop())
         bus.resume(run)
