@@ -193,7 +193,7 @@ class Loop:
         self._course.adopted.put_streams(slot)
 
     @hookbus.hookimpl
-    def release(self) -> None:
+    def bus_close(self) -> None:
         self._course.release()
 
     # -- inside --------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class Progress:
         self._drawn_at = 0.0
 
     @hookbus.hookimpl
-    def transfer(self, transfer: hookbus.Transfer) -> None:
+    def bytes_moved(self, transfer: hookbus.Transfer) -> None:
         if transfer.total < SHOWN_FROM or sys.stderr is None or not sys.stderr.isatty():
             return
         if not transfer.ended:

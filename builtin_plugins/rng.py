@@ -88,7 +88,7 @@ class Rng(_Slots):
         _owner = weakref.ref(self)
 
     @hookbus.hookimpl
-    def release(self) -> None:
+    def bus_close(self) -> None:
         global _owner
         if _owner is not None and _owner() is self:
             _owner = None

@@ -336,14 +336,14 @@ class HookBus:
     def _watch(
         self, what: Literal["writing", "verifying"], path: Path, step: int, total: int
     ) -> Iterator[Callable[[int], None]]:
-        """Fire `transfer` at the start, as bytes go by, and at the end."""
+        """Fire `bytes_moved` at the start, as bytes go by, and at the end."""
         transfer = Transfer(what, path, step, total)
         started = time.perf_counter()
 
         def on_bytes(count: int) -> None:
             transfer.done += count
             transfer.seconds = time.perf_counter() - started
-            self.fire("transfer", {"transfer": transfer})
+            self.fire("bytes_moved", {"transfer": transfer})
 
         on_bytes(0)
         try:
@@ -372,7 +372,7 @@ class HookBus:
         try:
             if not self._closed:
                 self._closed = True
-                self.fire("release", {})
+                self.fire("bus_close", {})
         finally:
             # What is left is free of cycles, so that loaders and their workers go when the script
             # lets go of them, and not when the garbage collector comes by.

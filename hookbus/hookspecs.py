@@ -198,7 +198,7 @@ def put_streams(slot: str) -> None:
 
 
 @hookspec
-def release() -> None:
+def bus_close() -> None:
     """Fire once, when the bus closes: let go of what belongs to the process."""
 
 
@@ -206,7 +206,7 @@ def release() -> None:
 
 
 @hookspec
-def transfer(transfer: Transfer) -> None:
+def bytes_moved(transfer: Transfer) -> None:
     """Fire while a checkpoint is verified, read or written.
 
     It fires at the start, as bytes go by, and once more at the end, when ``transfer.ended`` is

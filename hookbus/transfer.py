@@ -12,7 +12,7 @@ import attrs
 class Transfer:
     """Tell how many bytes of a checkpoint have gone by.
 
-    One object is handed to each `transfer` event of one pass, with ``done`` (bytes) and
+    One object is handed to each `bytes_moved` event of one pass, with ``done`` (bytes) and
     ``seconds`` moved on between them. ``ended`` is set in the last event only: all bytes may have
     gone by while a damaged one is still to be told of, or the commit is to come. ``failed`` says
     that it ended with an exception.

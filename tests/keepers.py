@@ -28,7 +28,7 @@ BEHIND = (
 
 
 def make_spy(calls: list[str]) -> object:
-    """Return a plugin without a section that notes every event but ``transfer``."""
+    """Return a plugin without a section that notes every event but ``bytes_moved``."""
 
     def note(event: str) -> Callable[..., None]:
         def implementation(self: object) -> None:
@@ -36,7 +36,7 @@ def make_spy(calls: list[str]) -> object:
 
         return hookbus.hookimpl(implementation)
 
-    return type("Spy", (), {e: note(e) for e in EVENTS if e not in ("transfer", "save_state")})()
+    return type("Spy", (), {e: note(e) for e in EVENTS if e not in ("bytes_moved", "save_state")})()
 
 
 class Keeper:

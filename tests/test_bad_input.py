@@ -401,7 +401,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole_and_nothing_behind(small_di
             self.seen: list[tuple[int, bool, bool]] = []
 
         @hookbus.hookimpl
-        def transfer(self, transfer: hookbus.Transfer) -> None:
+        def bytes_moved(self, transfer: hookbus.Transfer) -> None:
             assert transfer.done <= transfer.total
             self.seen.append((transfer.done, transfer.ended, transfer.failed))
 
@@ -632,7 +632,7 @@ def test_a_resume_that_fails_leaves_no_run_to_save_into(tmp_path: Path) -> None:
 def test_a_plugin_that_breaks_on_release_does_not_keep_the_run(tmp_path: Path) -> None:
     class Breaks:
         @hookbus.hookimpl
-        def release(self) -> None:
+        def bus_close(self) -> None:
             raise KeyError("x")
 
     def resume_elsewhere() -> None:

@@ -59,24 +59,24 @@ def make_transfer(total: int = 2 * SHOWN_FROM, **changes: object) -> Transfer:
 def pass_through(transfer: Transfer, progress: Progress) -> None:
     for done in (0, transfer.total // 2, transfer.total):
         transfer.done, transfer.seconds = done, 2.0 * done / transfer.total
-        progress.transfer(transfer)
+        progress.bytes_moved(transfer)
     transfer.ended = True
-    progress.transfer(transfer)
+    progress.bytes_moved(transfer)
 
 
 def test_a_big_transfer_draws_a_bar_and_ends_in_one_line() -> None:
     with Terminal() as terminal:
         transfer = make_transfer()
         progress = Progress()
-        progress.transfer(transfer)
+        progress.bytes_moved(transfer)
         bar = terminal.read()
         assert "reading step 300" in bar
         assert "━" in bar
         transfer.done, transfer.seconds = transfer.total, 2.0
-        progress.transfer(transfer)
+        progress.bytes_moved(transfer)
         assert "read step 300" not in terminal.read()  # what is read need not be right
         transfer.ended = True
-        progress.transfer(transfer)
+        progress.bytes_moved(transfer)
         ending = terminal.read()
         assert ending.count("read step 300: 134.2 MB in 2.0 s, 0.07 GB/s\r\n") == 1
         assert ending.index("\x1b[2K") < ending.index("read step 300")  # the bar is wiped out first
@@ -85,7 +85,7 @@ def test_a_big_transfer_draws_a_bar_and_ends_in_one_line() -> None:
 def test_a_bar_takes_no_thread_no_stdout_and_no_cursor() -> None:
     with Terminal() as terminal:
         threads, stdout = threading.active_count(), sys.stdout
-        Progress().transfer(make_transfer())
+        Progress().bytes_moved(make_transfer())
         shown = terminal.read()
         assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
         assert (threading.active_count(), sys.stdout) == (threads, stdout)
@@ -95,22 +95,22 @@ def test_a_transfer_that_failed_takes_its_bar_away_and_claims_nothing() -> None:
     with Terminal() as terminal:
         transfer = make_transfer()
         progress = Progress()
-        progress.transfer(transfer)
+        progress.bytes_moved(transfer)
         terminal.read()
         transfer.done = transfer.total
         transfer.ended = transfer.failed = True
-        progress.transfer(transfer)
+        progress.bytes_moved(transfer)
         assert terminal.read().endswith("\x1b[2K")
 
 
 def test_a_transfer_that_went_silent_gives_way_to_the_next() -> None:
     with Terminal() as terminal:
         progress = Progress()
-        progress.transfer(make_transfer(done=5))
+        progress.bytes_moved(make_transfer(done=5))
         terminal.read()
         other = make_transfer()
         other.step = 301
-        progress.transfer(other)
+        progress.bytes_moved(other)
         shown = terminal.read()
         assert shown.rindex("\x1b[2K") < shown.index("reading step 301")
 

@@ -98,7 +98,7 @@ class WrongArgument:
 
 class NoArguments:
     @hookbus.hookimpl
-    def release(self, bus: Any) -> None: ...
+    def bus_close(self, bus: Any) -> None: ...
 
 
 class Yields:
@@ -181,7 +181,7 @@ WRONG = [
         WrongArgument(),
         "WrongArgument.restore_model takes 'checkpoint', and restore_model has resume",
     ),
-    (NoArguments(), "NoArguments.release takes 'bus', and release has no arguments"),
+    (NoArguments(), "NoArguments.bus_close takes 'bus', and bus_close has no arguments"),
     (Yields(), "Yields.restore_model yields; mark it @hookbus.hookimpl(wrapper=True)"),
     (
         DoesNotYield(),

@@ -54,7 +54,7 @@ def test_every_way_to_resume_fires_the_same_events_in_the_same_order(
         bus.close()
         # Without a section a plugin is asked to check in another stage if it restores a model.
         assert calls[:-1] == events, situation
-        assert calls[-1] == "release"
+        assert calls[-1] == "bus_close"
         assert keeper.restored == (situation != "fresh")
         assert state.restored == (situation == "fit")
         assert keeper.tensor.tolist() == [float(situation != "fresh")] * 3
