@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import os
 import signal
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", default="runs/char_lm", help="the run directory")
     parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--save-every", type=int, default=50, help="steps between saves")
+    parser.add_argument("--save-every", type=int, default=25, help="steps between saves")
     parser.add_argument("--crash-at", type=int, help="end the process with SIGKILL at this step")
     arguments = parser.parse_args()
 
@@ -143,4 +144,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        sys.exit(130)

@@ -2,21 +2,29 @@
 
 from hookbus import errors
 from hookbus.bus import HookBus
-from hookbus.checkpoint import Checkpoint, Metadata, TensorInfo, best, checkpoints
+from hookbus.checkpoint import Checkpoint, Metadata, SectionInfo, TensorInfo, best, checkpoints
 from hookbus.checkpoint import open_checkpoint as open
+from hookbus.entry_points import Failed
 from hookbus.hookspecs import hookimpl, hookspec
-from hookbus.report import Report
+from hookbus.ordering import Place
+from hookbus.registration import Registered
+from hookbus.report import Report, SectionReport
 from hookbus.resume import Resume
 from hookbus.save import Save
 from hookbus.transfer import Transfer
 
 __all__ = [
     "Checkpoint",
+    "Failed",
     "HookBus",
     "Metadata",
+    "Place",
+    "Registered",
     "Report",
     "Resume",
     "Save",
+    "SectionInfo",
+    "SectionReport",
     "TensorInfo",
     "Transfer",
     "best",

@@ -7,7 +7,7 @@ import os
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -43,10 +43,10 @@ class HookBus:
     is written.
 
     Raises:
-        CallError: ``block`` is a string, or names what is not installed.
+        CallError: ``block`` is no tuple of names, or names what is not installed.
     """
 
-    def __init__(self, *, load_plugins: bool = True, block: Iterable[str] = ()) -> None:
+    def __init__(self, *, load_plugins: bool = True, block: Collection[str] = ()) -> None:
         self._loop: Pace | None = None
         self._saver: Saver | None = None
         self._lock: RunLock | None = None

@@ -11,6 +11,7 @@ from hookbus.checkpoint import (
     folders,
     open_checkpoint,
     read_folder_name,
+    take_path,
 )
 from hookbus.errors import (
     CallError,
@@ -28,9 +29,7 @@ def check_run(run: str | os.PathLike[str]) -> Path:
     Raises:
         CallError: it is no path, or that of a checkpoint or a file.
     """
-    if not isinstance(run, (str, os.PathLike)) or not os.fspath(run) or "\0" in str(run):
-        raise CallError(f"run={run!r}: pass the path of the run directory")
-    path = Path(run).absolute()
+    path = take_path("run", run).absolute()
     named = read_folder_name(path.name)
     if named or (path / "manifest.json").is_file():
         here = (

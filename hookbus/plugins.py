@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from hookbus import entry_points
@@ -48,7 +48,7 @@ class Plugins:
     one under way or done last, which a plugin may come too late for.
     """
 
-    def __init__(self, *, load_plugins: bool, block: Iterable[str]) -> None:
+    def __init__(self, *, load_plugins: bool, block: Collection[str]) -> None:
         self.entries: list[Registered] = []
         self.components: dict[str, object] = {}
         self.failed: list[Failed] = []
@@ -267,10 +267,12 @@ class Plugins:
                 logger.debug("%r: %s answered before %s", arguments["name"], maker, other)
 
 
-def _read_block(block: Iterable[str], found: Iterable[Found] | None) -> frozenset[str]:
+def _read_block(block: Collection[str], found: Iterable[Found] | None) -> frozenset[str]:
     """Return what is blocked by argument and environment; refuse what is not installed."""
     if isinstance(block, str):
         raise CallError(f"block={block!r}: pass a tuple of names, such as ({block!r},)")
+    if not isinstance(block, Collection) or not all(isinstance(name, str) for name in block):
+        raise CallError(f"block={block!r}: pass a tuple of names")
     words = {word.strip() for word in os.environ.get(DISABLE_VARIABLE, "").split(",")} - {""}
     named = {DISABLE_VARIABLE: words, "block=": set(block)}
     if found is not None:

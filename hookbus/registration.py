@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
@@ -12,6 +11,7 @@ import attrs
 import pluggy
 
 from hookbus import hookspecs
+from hookbus.checkpoint import NAME_RULE, is_name
 from hookbus.errors import HookbusError, RegistrationError, raise_all
 
 Origin = Literal["registered by hand", "a third party's entry point", "built in"]
@@ -19,8 +19,6 @@ BY_HAND: Final = "registered by hand"
 THIRD_PARTY: Final = "a third party's entry point"
 BUILT_IN: Final = "built in"
 Implementations: TypeAlias = Mapping[str, tuple[Callable[..., Any], pluggy.HookimplOpts]]
-
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 
 
 def _list_events() -> dict[str, tuple[str, ...]]:
@@ -80,11 +78,13 @@ def describe(name: str, distribution: str | None, version: str | None) -> str:
 
 
 def check_name(name: object) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RegistrationError(
-            f"{name!r} cannot be a plugin's name: letters, digits, _ . - : only, and the first no"
-            " . - or :"
-        )
+    """Return a plugin's name, which is also its section's.
+
+    Raises:
+        RegistrationError: it could not be the name of a file everywhere.
+    """
+    if not is_name(name):
+        raise RegistrationError(f"{name!r} cannot be a plugin's name: {NAME_RULE}")
     return name
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import attrs
 
+from hookbus.checkpoint import take_path
 from hookbus.errors import CallError
 
 if TYPE_CHECKING:
@@ -54,6 +55,16 @@ def _check_choice(*choices: str) -> Callable[[object, attrs.Attribute[Any], obje
     return check
 
 
+def _check_function(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value is not None and not callable(value):
+        raise CallError(f"{attribute.name}={value!r}: pass a function that takes the resume")
+
+
+def _check_path(instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is not None:
+        take_path(attribute.name, value)
+
+
 @attrs.frozen(eq=False, kw_only=True)
 class Request:
     """What ``bus.resume`` was asked for; the arguments are explained there."""
@@ -63,10 +74,10 @@ class Request:
     only: Sequence[str] | None = attrs.field(default=None, validator=_check_words)
     skip: Sequence[str] = attrs.field(default=(), validator=_check_words)
     missing_ok: Sequence[str] = attrs.field(default=(), validator=_check_words)
-    init_from: str | os.PathLike[str] | None = None
+    init_from: str | os.PathLike[str] | None = attrs.field(default=None, validator=_check_path)
     init_only: Sequence[str] = attrs.field(default=("model",), validator=_check_words)
-    setup: SetUp | None = None
-    configure_sharded: Shard | None = None
+    setup: SetUp | None = attrs.field(default=None, validator=_check_function)
+    configure_sharded: Shard | None = attrs.field(default=None, validator=_check_function)
     verify: Literal["hashes", "sizes"] = attrs.field(
         default="hashes", validator=_check_choice("hashes", "sizes")
     )

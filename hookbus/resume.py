@@ -287,6 +287,7 @@ class Resume:
         for argument in ("skip", "missing_ok") if self.checkpoint else ():
             for text in self._list_unmatched(argument, getattr(self.request, argument)):
                 self.report.note(text)
+                logger.warning(text)
 
     @property
     def grown_up(self) -> bool:

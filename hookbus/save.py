@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 
 import attrs
 
-from hookbus.checkpoint import Part, Section, flatten
+from hookbus.checkpoint import Part, Section, check_part, flatten
 from hookbus.errors import CallError, HookbusError, StateError, raise_all
 from hookbus.registration import Registered
-
-_PART = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @attrs.define(eq=False)
@@ -51,8 +48,8 @@ class Save:
         """
         who = self._who()
         parts = self._parts.setdefault(who, {})
-        if part is not None and not _PART.fullmatch(part):
-            raise CallError(f"part={part!r}: letters, digits, _ and - only")
+        if part is not None:
+            check_part(part)
         if part in parts:
             what = "its state" if part is None else f"part {part!r}"
             raise CallError(f"{who} wrote {what} twice; pass another part=")

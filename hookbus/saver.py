@@ -21,7 +21,7 @@ from hookbus.registration import Registered, name_type
 from hookbus.save import Save
 from hookbus.settings import read_settings, read_versions
 
-LEFT_NOTE = "the last batch was left before its body had ended"
+LEFT_NOTE = "a body was left before its end"
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class Pace(Protocol):
 
     @property
     def left(self) -> bool:
-        """Whether a batch was left before its body had ended."""
+        """Whether a body was left before its end."""
 
     def bind(self, bus: Any) -> None:
         """Learn which bus it is on."""
@@ -115,6 +115,7 @@ class Saver:
         if self.pace.running:
             self.asked.metrics = {**(self.asked.metrics or {}), **cleaned}
             return None
+        cleaned = {**(self.asked.metrics or {}), **cleaned}
         nothing_new = self._saved_position == self.pace.position and not cleaned
         if nothing_new and not self.pace.metrics and self.last is not None:
             return self.last
@@ -127,7 +128,6 @@ class Saver:
         """
         metrics = self.asked.metrics
         if metrics is not None and self.pace is not None and os.getpid() == self._process:
-            self.asked.metrics = None
             self._check_lock()
             self.write(self.pace.step, metrics, "asked")
 
@@ -150,6 +150,7 @@ class Saver:
         Streams are noted before the first plugin is asked and put back at the end, so that a
         plugin which draws while it saves changes neither the checkpoint nor the run.
         """
+        self.asked.metrics = None  # this is the one, also where the loop was left meanwhile
         if self.pace is not None:
             metrics = {**_clean_metrics(self.pace.metrics), **metrics}
         self.fire("note_streams", slot="now")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -36,7 +37,9 @@ def read_settings() -> dict[str, object]:
     return settings
 
 
-def read_versions() -> dict[str, str]:
+@functools.cache
+def read_versions() -> Mapping[str, str]:
+    """Return the versions of Python and of the packages that decide about bits."""
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), **versions}
 

@@ -67,6 +67,9 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"step": -1}, "step=-1: pass a whole number of steps, or None"),
     ({"step": True}, "step=True: pass a whole number of steps, or None"),
     ({"step": 1.5}, "step=1.5: pass a whole number of steps, or None"),
+    ({"setup": 3}, "setup=3: pass a function that takes the resume"),
+    ({"configure_sharded": "x"}, "configure_sharded='x': pass a function that takes the resume"),
+    ({"init_from": 3}, "init_from=3: pass a path, as a str or pathlib.Path"),
     ({"only": ("a",)}, 'only= is for the stages "validate", "test", "predict"; pass skip='),
     ({"init_from": "x", "step": 1}, 'init_from= is for stage="fit" without step='),
     ({"init_from": "x", "stage": "test"}, 'init_from= is for stage="fit" without step='),
@@ -301,7 +304,10 @@ def test_what_cannot_be_stored_names_plugin_path_and_type_and_nothing_is_written
             lambda save: (save.write(1, part="x"), save.write(2, part="x")),
             "plugin 'p' wrote part 'x' twice; pass another part=",
         ),
-        (lambda save: save.write(1, part="a b"), "part='a b': letters, digits, _ and - only"),
+        (
+            lambda save: save.write(1, part="a b"),
+            "part='a b': up to 100 letters, digits, _ and - only",
+        ),
         (lambda save: save.write(1, version=0), "version=0: pass a whole number from 1 up"),
     ],
 )

@@ -95,8 +95,10 @@ def test_ctrl_c_ends_the_run_and_the_same_command_goes_on(weights, tmp_path) -> 
     while not list_steps(run):
         time.sleep(0.01)  # until there is something to go on from
     process.send_signal(signal.SIGINT)
-    process.communicate()
-    assert process.returncode != 0
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.endswith("stopped; the same command goes on\n")
+    assert "Traceback" not in errors
     assert finish(run) == weights
 
 

@@ -177,8 +177,9 @@ def test_a_colon_in_a_name_is_a_plus_in_the_file(tmp_path):
 def test_a_name_that_is_no_file_name_everywhere_is_refused(tmp_path, name):
     with pytest.raises(CallError) as caught:
         save(tmp_path / "run", section(name, [torch.ones(1)]))
-    assert f"section {name!r}: letters, digits, _ . - : only, and the first no . - or :" in str(
-        caught.value
+    assert (
+        f"section {name!r}: up to 100 letters, digits, _ . - : only, and the first no . - or :"
+        in str(caught.value)
     )
     assert not (tmp_path / "run").exists()
 

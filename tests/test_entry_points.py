@@ -166,7 +166,7 @@ def test_each_that_fails_fails_alone_and_by_name(
         " is no event 'restor_model'; did you mean 'restore_model'?",
         "needs": "TypeError: Needs.__init__() missing 1 required positional argument: 'size'",
         "two words": "RegistrationError: 'broken-hook:two words' cannot be a plugin's name:"
-        " letters, digits, _ . - : only, and the first no . - or :",
+        " up to 100 letters, digits, _ . - : only, and the first no . - or :",
     }
     assert sorted(caplog.messages) == sorted(
         f"plugin 'broken-hook:{name}' (broken-hook 2.0) could not be loaded: {text}"
@@ -378,6 +378,10 @@ def test_blocking_what_is_not_installed_is_an_error_that_lists_what_is(
     with pytest.raises(CallError) as caught:
         hookbus.HookBus(block="rng")
     assert str(caught.value) == "block='rng': pass a tuple of names, such as ('rng',)"
+    for block in (3, (1,)):
+        with pytest.raises(CallError) as caught:
+            hookbus.HookBus(block=block)
+        assert str(caught.value) == f"block={block!r}: pass a tuple of names"
     hookbus.HookBus(load_plugins=False)  # there, the environment blocks nothing
 
 

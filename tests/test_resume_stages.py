@@ -411,8 +411,8 @@ def test_a_section_that_a_stage_has_no_use_for_is_not_warned_of(
 
 
 @pytest.mark.parametrize("way", ["resume", "resuming"])
-def test_only_and_init_only_that_match_nothing_are_errors_and_the_others_are_noted(
-    way: str, tmp_path: Path
+def test_only_and_init_only_that_match_nothing_are_errors_and_the_others_are_warned_of(
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = save(tmp_path / "run", 1, names=("a",))
 
@@ -441,6 +441,7 @@ def test_only_and_init_only_that_match_nothing_are_errors_and_the_others_are_not
         "skip=('b*',) matches none of a, c",
         "missing_ok=('c',) matches none of a",
     ]
+    assert caplog.messages[-2:] == report.notes
 
 
 def test_what_a_test_asks_for_must_be_there_before_the_weights_come_back(tmp_path: Path) -> None:

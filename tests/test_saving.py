@@ -47,6 +47,20 @@ def list_steps(run: Path) -> list[int]:
     return [checkpoint.step for checkpoint in hookbus.checkpoints(run)]
 
 
+def test_a_save_asked_for_in_a_loop_that_is_left_is_written_once_with_its_metrics(tmp_path) -> None:
+    bus, loop, loader, step = start(tmp_path)
+    for _ in loop.epochs(1):
+        for (x,) in loop.batches(loader):
+            step(x)
+            bus.save(metrics={"a": 1})
+            break
+        break
+    saved = bus.save(metrics={"b": 2})
+    bus.close()
+    assert [each.path for each in hookbus.checkpoints(tmp_path)] == [saved.path]
+    assert saved.metrics == {"a": 1, "b": 2}
+
+
 def test_several_saves_of_one_body_are_one_and_keep_all_metrics(tmp_path) -> None:
     bus, loop, loader, step = start(tmp_path)
     for _ in loop.epochs(1):

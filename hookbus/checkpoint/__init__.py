@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from hookbus.checkpoint.lock import RunLock
-from hookbus.checkpoint.names import check_names, folders, read_folder_name
+from hookbus.checkpoint.names import (
+    NAME_RULE,
+    check_names,
+    check_part,
+    folders,
+    is_name,
+    read_folder_name,
+    take_path,
+)
 from hookbus.checkpoint.reader import Checkpoint, Metadata, SectionInfo, open_checkpoint
 from hookbus.checkpoint.run_directory import (
     best,
@@ -16,6 +24,7 @@ from hookbus.checkpoint.tree import Flat, flatten, unflatten
 from hookbus.checkpoint.writer import Part, Section, write_checkpoint
 
 __all__ = [
+    "NAME_RULE",
     "Checkpoint",
     "Flat",
     "Metadata",
@@ -26,13 +35,16 @@ __all__ = [
     "TensorInfo",
     "best",
     "check_names",
+    "check_part",
     "checkpoints",
     "flatten",
     "folders",
+    "is_name",
     "make_run_directory",
     "open_checkpoint",
     "read_folder_name",
     "sweep",
+    "take_path",
     "unflatten",
     "write_checkpoint",
 ]

@@ -7,11 +7,14 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from hookbus.errors import CallError, HookbusError, raise_all
 
 _FOLDER = re.compile(r"step-([0-9]{8,})(?:-([1-9][0-9]*))?")
-_SECTION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+_SECTION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,99}")
+_PART = re.compile(r"[A-Za-z0-9_-]{1,100}")
+NAME_RULE = "up to 100 letters, digits, _ . - : only, and the first no . - or :"
 
 
 def take_path(argument: str, path: str | os.PathLike[str]) -> Path:
@@ -59,16 +62,19 @@ def folders(run: Path) -> list[Path]:
     return [path for name, path in sorted(n for n in named if n[0] is not None)]
 
 
+def is_name(name: object) -> TypeGuard[str]:
+    """Whether a section can be called so."""
+    return isinstance(name, str) and _SECTION.fullmatch(name) is not None
+
+
 def check_names(names: Sequence[str]) -> None:
     """Refuse names of sections that cannot be names of files everywhere.
 
     Raises:
-        CallError: another letter than letters, digits, ``_ . - :``, or equal but for case.
+        CallError: letters that a file's name cannot have everywhere, or equal but for case.
     """
     problems: list[HookbusError] = [
-        CallError(f"section {name!r}: letters, digits, _ . - : only, and the first no . - or :")
-        for name in names
-        if not _SECTION.fullmatch(name)
+        CallError(f"section {name!r}: {NAME_RULE}") for name in names if not is_name(name)
     ]
     folded = Counter(name.lower() for name in names)
     for lower in (lower for lower, count in folded.items() if count > 1):
@@ -81,6 +87,16 @@ def check_names(names: Sequence[str]) -> None:
     raise_all("sections cannot be named so", problems)
 
 
+def check_part(part: str) -> None:
+    """Refuse the name of a part that cannot be in a file's name everywhere.
+
+    Raises:
+        CallError: another letter than letters, digits, ``_ -``, or more than 100.
+    """
+    if not isinstance(part, str) or not _PART.fullmatch(part):
+        raise CallError(f"part={part!r}: up to 100 letters, digits, _ and - only")
+
+
 def part_name(section: str, part: str | None) -> str:
     return section if part is None else f"{section}.{part}"
 
@@ -91,6 +107,7 @@ def file_name(section: str, part: str | None) -> str:
     Raises:
         CallError: it cannot be one everywhere.
     """
-    who = part_name(section, part)
-    check_names([who])
-    return who.replace(":", "+") + ".safetensors"
+    check_names([section])
+    if part is not None:
+        check_part(part)
+    return part_name(section, part).replace(":", "+") + ".safetensors"
