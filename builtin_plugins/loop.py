@@ -125,16 +125,6 @@ class Loop:
 
     # -- what the bus asks ---------------------------------------------------------------------
 
-    def bind(self, bus: hookbus.HookBus) -> None:
-        """Learn which bus this loop is on.
-
-        Raises:
-            LoopError: it is on another one.
-        """
-        if self._course.bus not in (None, bus):
-            raise LoopError("this loop is on another bus; close that one, or make a new Loop()")
-        self._course.bus = bus
-
     @property
     def running(self) -> bool:
         return self._course.running
@@ -148,6 +138,12 @@ class Loop:
         return self._course.position
 
     # -- events --------------------------------------------------------------------------------
+
+    @hookbus.hookimpl
+    def bus_open(self, bus: hookbus.HookBus) -> None:
+        if self._course.bus not in (None, bus):
+            raise LoopError("this loop is on another bus; close that one, or make a new Loop()")
+        self._course.bus = bus
 
     @hookbus.hookimpl
     def resume_start(self, resume: hookbus.Resume) -> None:

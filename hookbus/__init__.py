@@ -2,7 +2,15 @@
 
 from hookbus import errors
 from hookbus.bus import HookBus
-from hookbus.checkpoint import Checkpoint, Metadata, SectionInfo, TensorInfo, best, checkpoints
+from hookbus.checkpoint import (
+    Checkpoint,
+    Metadata,
+    SectionInfo,
+    TensorInfo,
+    best,
+    checkpoints,
+    history,
+)
 from hookbus.checkpoint import open_checkpoint as open
 from hookbus.entry_points import Failed
 from hookbus.hookspecs import hookimpl, hookspec
@@ -30,6 +38,7 @@ __all__ = [
     "best",
     "checkpoints",
     "errors",
+    "history",
     "hookimpl",
     "hookspec",
     "open",

@@ -7,10 +7,11 @@ import os
 import time
 import types
 import uuid
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
+from hookbus.asked import Wanted, warn_at_exit
 from hookbus.checkpoint import Checkpoint, RunLock, make_run_directory, sweep
 from hookbus.choosing import check_run, choose
 from hookbus.entry_points import Failed
@@ -25,7 +26,7 @@ from hookbus.request import Options, Request
 from hookbus.resume import Resume
 from hookbus.resuming import abandon, describe_start
 from hookbus.resuming import fire as fire_restore_event
-from hookbus.saver import Pace, Saver, warn_at_exit
+from hookbus.saver import Pace, Saver
 from hookbus.sequence import RESUME_EVENTS
 from hookbus.transfer import Transfer
 
@@ -51,7 +52,7 @@ class HookBus:
         self._saver: Saver | None = None
         self._lock: RunLock | None = None
         self._closed = False
-        self._plugins = Plugins(load_plugins=load_plugins, block=block)
+        self._plugins = Plugins(self, load_plugins=load_plugins, block=block)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a HookBus cannot be pickled or copied")
@@ -107,7 +108,12 @@ class HookBus:
             RegistrationError: the plugin could not be called as it is written; it says why.
             NameTakenError: another plugin has that name.
         """
-        return self._plugins.register(plugin, name)
+        if isinstance(plugin, Pace):
+            self._check_loops([plugin])
+        name = self._plugins.register(plugin, name)
+        if isinstance(plugin, Pace):
+            self._take_loop(plugin)
+        return name
 
     def unregister(self, name: str) -> None:
         """Take a plugin, and its component, off the bus."""
@@ -127,11 +133,10 @@ class HookBus:
             NameTakenError: another component has that name.
         """
         loops = [each for each in components.values() if isinstance(each, Pace)]
-        if len({id(each) for each in (self._loop, *loops) if each is not None}) > 1:
-            raise AttachError("there is a loop on this bus already, and a run has one")
+        self._check_loops(loops)
         self._plugins.attach(components)
         for loop in loops:
-            self._bind_loop(loop)
+            self._take_loop(loop)
 
     def order(self, event: str) -> list[Place]:
         """Return the plugins in the order in which ``event`` calls them, with the reasons."""
@@ -217,25 +222,37 @@ class HookBus:
         step: int | None = None,
         wait: bool = True,
         metrics: Mapping[str, Any] | None = None,
+        tag: str | None = None,
+        why: str = "asked",
     ) -> Checkpoint | None:
         """Save the run; inside the loop, ask for it.
 
         In the loop's body or the epoch's own code the checkpoint is written at the next safe
         point, so it does not matter where the call stands, and ``None`` is returned. Elsewhere it
         is written before the call returns, unless nothing was counted since the last save or
-        resume and no ``metrics`` are given. Without a loop ``step`` is required.
+        resume and no ``metrics`` and no ``tag`` are given. Without a loop ``step`` is required.
+
+        With ``wait=False`` the state is copied, and it is written behind training: ``None`` is
+        returned, and the next save waits for this one. The copy takes as much memory as the state
+        and is used again. If it fails, the next save, the next safe point or ``close`` raises.
+
+        ``metrics`` are numbers by name, kept with the checkpoint, and so are ``tag``, a word of
+        the script's own, and ``why``.
 
         Raises:
-            SaveError: not resumed yet, in a forked child, another thread, or while an exception
-                is being handled.
+            SaveError: not resumed yet, in a forked child, another thread, while an exception is
+                being handled; or the save before failed behind training.
             UnattachedError: something that trains belongs to nothing on the bus.
             StateError: a state cannot be stored; nothing was written.
             WriteError: the disk refused; earlier checkpoints are as they were.
         """
-        return self._get_saver().save(step, metrics)
+        saver = self._get_saver()
+        return saver.save(step, Wanted.make(metrics, wait, why, tag))
 
     def reach_safe_point(self, loop: object) -> None:
         """Fire ``safe_point`` and write what was asked for; called by the loop on the bus."""
+        if self._saver is not None:
+            self._saver.collect_done()
         self.hook.safe_point(loop=loop)
         self.write_asked()
 
@@ -245,7 +262,7 @@ class HookBus:
             self._saver.write_asked()
 
     def close(self) -> None:
-        """Write the save that was asked for, if any, and let the run directory go.
+        """Write the save that was asked for, if any, wait, and let the run directory go.
 
         While an exception is being handled, as in a ``finally``, it is not written: the batch in
         hand may be half done.
@@ -258,8 +275,13 @@ class HookBus:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _bind_loop(self, loop: Pace) -> None:
-        loop.bind(self)
+    def _check_loops(self, more: Iterable[Pace]) -> None:
+        if len({id(each) for each in (self._loop, *more) if each is not None}) > 1:
+            raise AttachError("there is a loop on this bus already, and a run has one")
+
+    def _take_loop(self, loop: Pace) -> None:
+        if all(entry.plugin is not loop for entry in self._plugins.entries):
+            loop.bus_open(self)  # it is blocked, so it counts and is neither saved nor restored
         self._loop = loop
         if self._saver is not None:
             self._saver.pace = loop
@@ -269,6 +291,8 @@ class HookBus:
             raise BusError("this bus was closed; make a new one")
         request = Request.make(options)
         path = check_run(run)
+        if self._saver is not None:
+            self._saver.finish()
         for each in EVENTS:
             self.order(each)  # a circle in the order of saving is said now, and not at a save
         if request.stage == "fit":
@@ -372,6 +396,8 @@ class HookBus:
         try:
             if not self._closed:
                 self._closed = True
+                if self._saver is not None:
+                    self._saver.abandon()
                 self.fire("bus_close", {})
         finally:
             # What is left is free of cycles, so that loaders and their workers go when the script

@@ -13,6 +13,7 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from hookbus.bus import HookBus
     from hookbus.checkpoint import Checkpoint
     from hookbus.resume import Resume
     from hookbus.save import Save
@@ -22,6 +23,23 @@ PROJECT = "hookbus"
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+# -- a plugin and its bus -----------------------------------------------------------------------
+
+
+@hookspec
+def bus_open(bus: HookBus) -> None:
+    """Fire for one plugin alone, when it has come on a bus.
+
+    Keep the bus if you call it later, by a weak reference or until ``bus_close``. It may hold no
+    other plugin yet. Anything raised takes the plugin off the bus again.
+    """
+
+
+@hookspec
+def bus_close() -> None:
+    """Fire once, when the bus closes: let go of what belongs to the process."""
 
 
 # -- restoring, in this order -------------------------------------------------------------------
@@ -195,11 +213,6 @@ def note_streams(slot: str) -> Mapping[str, str] | None:
 @hookspec
 def put_streams(slot: str) -> None:
     """Ask each owner of random streams to put back what it noted under ``slot``."""
-
-
-@hookspec
-def bus_close() -> None:
-    """Fire once, when the bus closes: let go of what belongs to the process."""
 
 
 # -- everybody ----------------------------------------------------------------------------------

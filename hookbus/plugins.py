@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -48,7 +49,8 @@ class Plugins:
     one under way or done last, which a plugin may come too late for.
     """
 
-    def __init__(self, *, load_plugins: bool, block: Collection[str]) -> None:
+    def __init__(self, bus: object, *, load_plugins: bool, block: Collection[str]) -> None:
+        self._bus = weakref.ref(bus)
         self.entries: list[Registered] = []
         self.components: dict[str, object] = {}
         self.failed: list[Failed] = []
@@ -200,6 +202,12 @@ class Plugins:
             self.resume.check_in_time(entry)
         self.entries.append(entry)
         self._forget(entry)
+        if "bus_open" in entry.events:
+            try:
+                self.ask_one(entry, "bus_open", {"bus": self._bus()})
+            except BaseException:
+                self._remove(entry)
+                raise
         return entry
 
     def _remove(self, entry: Registered) -> None:

@@ -1,23 +1,32 @@
-"""When a save is allowed, asked for and written."""
+"""When a save is allowed, and how it is written."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import numbers
 import os
 import sys
 import threading
-import weakref
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
 
-from hookbus.checkpoint import Checkpoint, RunLock, write_checkpoint
-from hookbus.errors import CallError, HookbusError, SaveError, raise_all
+from hookbus.asked import Asked, Wanted, clean_metrics
+from hookbus.background import Background
+from hookbus.checkpoint import (
+    Checkpoint,
+    RunLock,
+    Section,
+    Staging,
+    append_record,
+    write_checkpoint,
+)
+from hookbus.errors import CallError, SaveError, WriteError
 from hookbus.logs import logger
-from hookbus.registration import Registered, name_type
+from hookbus.registration import Registered
 from hookbus.save import Save
 from hookbus.settings import read_settings, read_versions
 
@@ -45,16 +54,8 @@ class Pace(Protocol):
     def left(self) -> bool:
         """Whether a body was left before its end."""
 
-    def bind(self, bus: Any) -> None:
+    def bus_open(self, bus: Any) -> None:
         """Learn which bus it is on."""
-
-
-@attrs.define(eq=False)
-class Asked:
-    """The save that the script asked for and that is not written yet, if any."""
-
-    run: Path
-    metrics: dict[str, float] | None = None
 
 
 @attrs.define(eq=False)
@@ -71,6 +72,8 @@ class Saver:
     watch: Callable[..., Any]
     pace: Pace | None = None
     asked: Asked = attrs.field(init=False)
+    _staging: Staging = attrs.field(factory=Staging, init=False)
+    _background: Background | None = attrs.field(default=None, init=False)
     _saved_position: Mapping[str, Any] | None = attrs.field(default=None, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
     _thread: int = attrs.field(factory=threading.get_ident, init=False)
@@ -103,69 +106,141 @@ class Saver:
             )
         self._check_lock()
 
-    def save(self, step: int | None, metrics: Mapping[str, Any] | None) -> Checkpoint | None:
+    def save(self, step: int | None, wanted: Wanted) -> Checkpoint | None:
         self.check_moment()
-        cleaned = _clean_metrics(metrics)
         if self.pace is not None and step is not None:
             raise CallError("step= is for scripts without a loop; the loop counts its own")
+        self.collect_done()
         self.fire("check_attached", components=self.components)
         if self.pace is None:
-            return self.write(self._check_step(step), cleaned, "asked")
+            return self.write(self._check_step(step), wanted)
         self._check_order(self.pace.step)
         if self.pace.running:
-            self.asked.metrics = {**(self.asked.metrics or {}), **cleaned}
+            self.asked.add(wanted)
             return None
-        cleaned = {**(self.asked.metrics or {}), **cleaned}
-        nothing_new = self._saved_position == self.pace.position and not cleaned
-        if nothing_new and not self.pace.metrics and self.last is not None:
+        if self.asked.wanted is not None:
+            wanted = self.asked.wanted.join(wanted)
+        is_saved = self._saved_position == self.pace.position and (self._background or self.last)
+        if is_saved and not (wanted.metrics or self.pace.metrics or wanted.tag):
+            if not wanted.wait:
+                return None
+            self.finish()
             return self.last
-        return self.write(self.pace.step, cleaned, "asked")
+        return self.write(self.pace.step, wanted)
 
     def write_asked(self) -> None:
         """Write the save that was asked for, if any: the state is whole now.
 
         What this process was forked from writes it, and not its child.
         """
-        metrics = self.asked.metrics
-        if metrics is not None and self.pace is not None and os.getpid() == self._process:
+        wanted = self.asked.wanted
+        if wanted is not None and self.pace is not None and os.getpid() == self._process:
             self._check_lock()
-            self.write(self.pace.step, metrics, "asked")
+            self.write(self.pace.step, wanted)
 
     def write_last(self) -> None:
-        """Write the save that was asked for, if any, when the bus closes."""
+        """Write the save that was asked for, if any, and wait: the bus closes."""
         handled = self._find_exception()
         if handled is None or isinstance(handled, SystemExit):
             self.write_asked()
-        elif self.asked.metrics is not None:
-            self.asked.metrics = None
+        elif self.asked.wanted is not None:
+            self.asked.wanted = None
             logger.warning(
                 "the save that was asked for is not written, since %s is being handled and the"
                 " batch in hand may be half done",
                 type(handled).__name__,
             )
+        self.finish()
 
-    def write(self, step: int, metrics: Mapping[str, float], why: str) -> Checkpoint:
-        """Collect every plugin's state and commit a checkpoint.
+    def write(self, step: int, wanted: Wanted) -> Checkpoint | None:
+        """Collect every plugin's state and commit a checkpoint, now or behind training.
 
         Streams are noted before the first plugin is asked and put back at the end, so that a
         plugin which draws while it saves changes neither the checkpoint nor the run.
         """
-        self.asked.metrics = None  # this is the one, also where the loop was left meanwhile
+        started = time.perf_counter()
+        self._wait_for_turn(step)
+        self.asked.wanted = None  # this is the one, also where the loop was left meanwhile
+        metrics = wanted.metrics
         if self.pace is not None:
-            metrics = {**_clean_metrics(self.pace.metrics), **metrics}
+            metrics = {**clean_metrics(self.pace.metrics), **metrics}
         self.fire("note_streams", slot="now")
         try:
-            self.last = self._commit(Save(step, metrics, self.components), why)
-            self.fire("save_end", checkpoint=self.last)
+            save = Save(step, metrics, self.components)
+            self.fire("save_start", save=save)
+            self.fire("save_state", save=save)
+            sections = save.collect_sections(self.entries())
+            if wanted.wait:
+                checkpoint = self._make_job(save, sections, wanted, started)()
+                self._note_copied()
+                self._finish_save(checkpoint)
+                return checkpoint
+            sections = self._staging.copy(sections)
+            job = self._make_job(save, sections, wanted, started)
+            self._note_copied()
+            self._background = Background(step, job)
+            logger.info("step %d is copied and is being written behind training", step)
+            return None
         finally:
             self.fire("put_streams", slot="now")
-        return self.last
 
-    def _commit(self, save: Save, why: str) -> Checkpoint:
+    # -- behind training -----------------------------------------------------------------------
+
+    def collect_done(self) -> None:
+        """Take in the save behind training if it is done, and fire `save_end` for it.
+
+        Raises:
+            SaveError: it failed.
+        """
+        background = self._background
+        if background is None or not background.done or os.getpid() != self._process:
+            return
+        self._background = None
+        try:
+            checkpoint = background.collect()
+        except SaveError:
+            self._saved_position = None  # so that the next save is one
+            raise
+        self.fire("note_streams", slot="end")
+        try:
+            self._finish_save(checkpoint)
+        finally:
+            self.fire("put_streams", slot="end")
+
+    def finish(self) -> None:
+        """Wait for the save behind training, if any, and take it in."""
+        if self._background is not None and os.getpid() == self._process:
+            self._background.wait()
+            self.collect_done()
+
+    def abandon(self) -> None:
+        """Wait for the save behind training, if any; the bus goes, and nothing is fired."""
+        if self._background is not None and os.getpid() == self._process:
+            self._background.wait()
+        self._background = None
+
+    def _wait_for_turn(self, step: int) -> None:
+        background = self._background
+        if background is None:
+            return
+        seconds = background.wait()
+        if seconds > 0.1:
+            logger.warning(
+                "step %d waited %.2f s, since step %d was still being written: save less often, or"
+                " onto a faster disk",
+                step,
+                seconds,
+                background.step,
+            )
+        self.collect_done()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _make_job(
+        self, save: Save, sections: Sequence[Section], wanted: Wanted, started: float
+    ) -> Callable[[], Checkpoint]:
+        """Return what writes the files; everything in it is as of now."""
         pace = self.pace
-        self.fire("save_start", save=save)
-        self.fire("save_state", save=save)
-        sections = save.collect_sections(self.entries())
         left = pace is not None and pace.left
         if left:
             logger.warning(
@@ -174,26 +249,66 @@ class Saver:
                 save.step,
                 LEFT_NOTE,
             )
+        blocked = None if wanted.wait else time.perf_counter() - started
+        write = functools.partial(
+            write_checkpoint,
+            self.run,
+            run_id=self.run_id,
+            step=save.step,
+            sections=sections,
+            progress=dict(pace.position) if pace else {},
+            metrics=save.metrics,
+            settings=read_settings(),
+            versions=read_versions(),
+            why=wanted.why,
+            tag=wanted.tag,
+            notes=[LEFT_NOTE] if left else [],
+        )
+        if not wanted.wait:
+            return lambda: self._record(write(), blocked, started)
         total = sum(part.flat.bytes for each in sections for part in each.parts.values())
-        with self.watch("writing", self.run, save.step, total) as on_bytes:
-            checkpoint = write_checkpoint(
+
+        def write_watched() -> Checkpoint:
+            with self.watch("writing", self.run, save.step, total) as on_bytes:
+                return self._record(write(on_bytes=on_bytes), None, started)
+
+        return write_watched
+
+    def _record(self, checkpoint: Checkpoint, blocked: float | None, started: float) -> Checkpoint:
+        """Note what a committed checkpoint took, in the history too."""
+        seconds = time.perf_counter() - started
+        checkpoint.seconds = seconds
+        checkpoint.blocked = seconds if blocked is None else blocked
+        try:
+            append_record(
                 self.run,
-                run_id=self.run_id,
-                step=save.step,
-                sections=sections,
-                progress=pace.position if pace else {},
-                metrics=save.metrics,
-                settings=read_settings(),
-                versions=read_versions(),
-                why=why,
-                notes=[LEFT_NOTE] if left else [],
-                on_bytes=on_bytes,
+                "save",
+                step=checkpoint.step,
+                checkpoint=checkpoint.path.name,
+                blocked=round(checkpoint.blocked, 4),
+                seconds=round(seconds, 4),
+                bytes=sum(section.bytes for section in checkpoint.sections.values()),
+                why=checkpoint.why,
+                metrics={name: _show_number(n) for name, n in checkpoint.metrics.items()},
             )
-        if pace is not None:
-            pace.metrics.clear()
-        self.note_position()
-        logger.info("step %d is committed: %s", save.step, checkpoint.path)
+        except WriteError as error:  # the checkpoint is whole all the same
+            logger.warning("the history of %s is not written: %s", self.run, error)
         return checkpoint
+
+    def _note_copied(self) -> None:
+        if self.pace is not None:
+            self.pace.metrics.clear()
+        self.note_position()
+
+    def _finish_save(self, checkpoint: Checkpoint) -> None:
+        self.last = checkpoint
+        logger.info(
+            "step %d is committed after %.2f s: %s",
+            checkpoint.step,
+            checkpoint.seconds,
+            checkpoint.path,
+        )
+        self.fire("save_end", checkpoint=checkpoint)
 
     def _find_exception(self) -> BaseException | None:
         """Return what is being handled now and was not when the run began."""
@@ -207,57 +322,31 @@ class Saver:
             )
         self.lock.renew()
 
+    @property
+    def _newest_step(self) -> int:
+        """The step of the newest save, committed or not; -1 if there is none."""
+        if self._background is not None:
+            return self._background.step
+        return self.last.step if self.last is not None else -1
+
     def _check_step(self, step: int | None) -> int:
         if step is None:
             raise CallError("there is no loop on the bus that counts; pass save(step=…)")
         if isinstance(step, bool) or not isinstance(step, numbers.Integral) or step < 0:
             raise CallError(f"step={step!r}: pass a whole number of steps")
-        if self.last is not None and step < self.last.step:
-            raise CallError(f"step={step} is below the newest checkpoint's, {self.last.step}")
+        if step < self._newest_step:
+            raise CallError(f"step={step} is below the newest checkpoint's, {self._newest_step}")
         return int(step)
 
     def _check_order(self, step: int) -> None:
-        if self.last is not None and step < self.last.step:
+        if step < self._newest_step:
             raise SaveError(
                 f"the loop stands at step {step}, below the newest checkpoint of {self.run}, step"
-                f" {self.last.step}, so a resume would never take this one; save into a run of its"
-                " own"
+                f" {self._newest_step}, so a resume would never take this one; save into a run of"
+                " its own"
             )
 
 
-def warn_at_exit(bus: object, asked: Asked) -> None:
-    """Warn, when ``bus`` goes or the process ends, of a save that was never written."""
-    weakref.finalize(bus, _warn_of_unwritten, asked, os.getpid())
-
-
-def _warn_of_unwritten(asked: Asked, process: int) -> None:
-    if asked.metrics is not None and os.getpid() == process:
-        logger.warning(
-            "a save was asked for and never written into %s; call bus.close() at the end, or use"
-            " with hookbus.HookBus() as bus:",
-            asked.run,
-        )
-
-
-def _clean_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Return metrics as plain numbers; a tensor or array of one element is taken by value."""
-    if metrics is None:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise CallError(f"metrics={metrics!r}: pass a dict of names and numbers")
-    cleaned: dict[str, float] = {}
-    problems: list[HookbusError] = []
-    for name, value in metrics.items():
-        number = value
-        with contextlib.suppress(
-            AttributeError, RuntimeError, TypeError, ValueError
-        ):  # of more than one element
-            number = value.item()
-        if not isinstance(name, str):
-            problems.append(CallError(f"metrics: {name!r} is no name; pass a str"))
-        elif not isinstance(number, (int, float)):
-            problems.append(CallError(f"metrics[{name!r}]: {name_type(value)} is no number"))
-        else:
-            cleaned[name] = number if type(number) in (int, float) else float(number)
-    raise_all("metrics cannot be saved", problems)
-    return cleaned
+def _show_number(value: float) -> float | str:
+    """Return a metric as JSON can hold it."""
+    return value if -float("inf") < value < float("inf") else str(value)

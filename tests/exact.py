@@ -166,16 +166,17 @@ def run_bus(
     crash: Where | None = None,
     seed_number: int = 0,
     block: tuple[str, ...] = (),
+    wait: bool = True,
     **options: Any,
 ) -> list[Any]:
-    """Run on a bus, saving at some places.
+    """Run on a bus, saving at some places; without ``wait`` behind training.
 
     At ``cut`` the run ends after its save, at ``crash`` without one. Returns the digest, or `CUT`
     if the run ended before its end.
     """
     bus = hookbus.HookBus(block=block)
     try:
-        return _run(bus, build, run, saves, cut, crash, seed_number, options)
+        return _run(bus, build, run, saves, cut, crash, seed_number, wait, options)
     except Cut as gone:
         traceback.clear_frames(gone.__traceback__)
         return CUT
@@ -197,6 +198,7 @@ def _run(
     cut: Where | None,
     crash: Where | None,
     seed_number: int,
+    wait: bool,
     options: Mapping[str, Any],
 ) -> list[Any]:
     seed(seed_number)
@@ -214,7 +216,7 @@ def _run(
         if where == cut:
             bus.register(_Cutter(), "cutter")
         if where == cut or where in saves:
-            bus.save()
+            bus.save(wait=wait)
 
     parts.run(loop, save)
     return parts.digest()

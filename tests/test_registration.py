@@ -230,7 +230,7 @@ def test_an_event_far_from_every_name_is_answered_with_all_of_them() -> None:
         @hookbus.hookimpl
         def zzz(self) -> None: ...
 
-    with pytest.raises(RegistrationError, match="there is no event 'zzz'; there are resume_start,"):
+    with pytest.raises(RegistrationError, match="there is no event 'zzz'; there are bus_open,"):
         make_bus().register(Far())
 
 

@@ -199,4 +199,9 @@ def test_nothing_is_written_where_nothing_was_counted(tmp_path) -> None:
     assert bus.save().path == first.path
     assert bus.save(metrics={"final": 1.0}).path.name == "step-00000004-1"
     bus.close()
-    assert sorted(os.listdir(tmp_path)) == ["run.lock", "step-00000004", "step-00000004-1"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "run.jsonl",
+        "run.lock",
+        "step-00000004",
+        "step-00000004-1",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hookbus.checkpoint.history import append_record, history
 from hookbus.checkpoint.lock import RunLock
 from hookbus.checkpoint.names import (
     NAME_RULE,
@@ -19,6 +20,7 @@ from hookbus.checkpoint.run_directory import (
     make_run_directory,
     sweep,
 )
+from hookbus.checkpoint.staging import Staging
 from hookbus.checkpoint.tensors import TensorInfo
 from hookbus.checkpoint.tree import Flat, flatten, unflatten
 from hookbus.checkpoint.writer import Part, Section, write_checkpoint
@@ -32,13 +34,16 @@ __all__ = [
     "RunLock",
     "Section",
     "SectionInfo",
+    "Staging",
     "TensorInfo",
+    "append_record",
     "best",
     "check_names",
     "check_part",
     "checkpoints",
     "flatten",
     "folders",
+    "history",
     "is_name",
     "make_run_directory",
     "open_checkpoint",

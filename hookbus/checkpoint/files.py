@@ -52,6 +52,27 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> int:
     return size
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file, which is made if need be, and bring it to the disk.
+
+    A last line that a crash cut short is ended first, so that this one stands alone.
+    """
+    made = not path.exists()
+    with refused("append to", path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            size = os.fstat(file).st_size
+            if size and os.pread(file, 1, size - 1) != b"\n":
+                line = b"\n" + line
+            while line:
+                line = line[os.write(file, line) :]
+            os.fsync(file)
+        finally:
+            os.close(file)
+    if made:
+        sync_folder(path.parent)
+
+
 def sync_folder(path: Path) -> None:
     """Bring the names in a folder to the disk."""
     with refused("bring to the disk", path):

@@ -101,6 +101,7 @@ class Manifest:
     serial: int = attrs.field(validator=_from(0))
     created: datetime = attrs.field(validator=_moment)
     why: str = attrs.field(validator=_text)
+    tag: str | None = attrs.field(validator=_text_or_none)
     notes: list[str] = attrs.field(validator=_texts)
     world_size: int = attrs.field(validator=_from(1))
     progress: Any = attrs.field(validator=_check_plain)

@@ -72,7 +72,9 @@ class Checkpoint:
     """One committed checkpoint. Nothing here changes it, and no file of it is kept open.
 
     ``created`` is in UTC; ``metrics``, ``progress`` and ``settings`` are what was saved with it,
-    ``why`` and ``notes`` say what made it. ``sections`` go by the plugins' names.
+    ``why``, ``tag`` and ``notes`` say what made it. ``sections`` go by the plugins' names. Only
+    the bus that wrote it knows ``seconds``, from the call of ``save`` to the commit, and
+    ``blocked``, those of them in which training stood still.
     """
 
     def __init__(self, path: Path, manifest: Manifest, seal: bytes) -> None:
@@ -82,6 +84,9 @@ class Checkpoint:
         self.created: datetime = manifest.created
         self.run_id = manifest.run_id
         self.why = manifest.why
+        self.tag = manifest.tag
+        self.seconds: float | None = None
+        self.blocked: float | None = None
         self.notes = tuple(manifest.notes)
         self.world_size = manifest.world_size
         self.versions: dict[str, str] = manifest.versions

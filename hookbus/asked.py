@@ -1,0 +1,102 @@
+"""What a save is asked for, until it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hookbus.errors import CallError, HookbusError, raise_all
+from hookbus.logs import logger
+from hookbus.registration import name_type
+
+
+@attrs.frozen
+class Wanted:
+    """A save that somebody wants; the arguments are those of ``bus.save``."""
+
+    metrics: Mapping[str, float]
+    wait: bool
+    why: str
+    tag: str | None = None
+
+    @classmethod
+    def make(
+        cls, metrics: Mapping[str, Any] | None, wait: bool, why: str, tag: str | None
+    ) -> Wanted:
+        """Check the arguments.
+
+        Raises:
+            CallError: one of them is not what is expected.
+        """
+        if not isinstance(wait, bool):
+            raise CallError(f"wait={wait!r}: pass True or False")
+        for argument, text in (("why", why), ("tag", tag)):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise CallError(f"{argument}={text!r}: pass a word or two")
+        return cls(clean_metrics(metrics), wait, why, tag)
+
+    def join(self, other: Wanted) -> Wanted:
+        """Return one save that is what both want."""
+        reasons = dict.fromkeys([*self.why.split(", "), *other.why.split(", ")])
+        return Wanted(
+            metrics={**self.metrics, **other.metrics},
+            wait=self.wait or other.wait,
+            why=", ".join(reasons),
+            tag=other.tag or self.tag,
+        )
+
+
+@attrs.define(eq=False)
+class Asked:
+    """The save that was asked for inside the loop and is not written yet, if any."""
+
+    run: Path
+    wanted: Wanted | None = None
+
+    def add(self, wanted: Wanted) -> None:
+        """Ask for one more; several are one."""
+        self.wanted = wanted if self.wanted is None else self.wanted.join(wanted)
+
+
+def warn_at_exit(bus: object, asked: Asked) -> None:
+    """Warn, when ``bus`` goes or the process ends, of a save that was never written."""
+    weakref.finalize(bus, _warn_of_unwritten, asked, os.getpid())
+
+
+def _warn_of_unwritten(asked: Asked, process: int) -> None:
+    if asked.wanted is not None and os.getpid() == process:
+        logger.warning(
+            "a save was asked for and never written into %s; call bus.close() at the end, or use"
+            " with hookbus.HookBus() as bus:",
+            asked.run,
+        )
+
+
+def clean_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return metrics as plain numbers; a tensor or array of one element is taken by value."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise CallError(f"metrics={metrics!r}: pass a dict of names and numbers")
+    cleaned: dict[str, float] = {}
+    problems: list[HookbusError] = []
+    for name, value in metrics.items():
+        number = value
+        with contextlib.suppress(
+            AttributeError, RuntimeError, TypeError, ValueError
+        ):  # of more than one element
+            number = value.item()
+        if not isinstance(name, str):
+            problems.append(CallError(f"metrics: {name!r} is no name; pass a str"))
+        elif not isinstance(number, (int, float)):
+            problems.append(CallError(f"metrics[{name!r}]: {name_type(value)} is no number"))
+        else:
+            cleaned[name] = number if type(number) in (int, float) else float(number)
+    raise_all("metrics cannot be saved", problems)
+    return cleaned

@@ -1,0 +1,60 @@
+"""The history of a run: one line of JSON for each start, save, deletion and fallback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from hookbus.checkpoint import files
+from hookbus.checkpoint.names import take_path
+
+NAME = "run.jsonl"
+
+_logger = logging.getLogger("hookbus")
+_guard = threading.Lock()  # a save behind training writes here too
+os.register_at_fork(after_in_child=lambda: globals().update(_guard=threading.Lock()))
+
+
+def append_record(run: Path, event: str, **values: Any) -> None:
+    """Add a line and bring it to the disk; ``values`` are plain.
+
+    Raises:
+        WriteError: the disk refused.
+    """
+    record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event}
+    line = json.dumps({**record, **values}, separators=(",", ":")).encode() + b"\n"
+    with _guard:
+        files.append_line(run / NAME, line)
+
+
+def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return what happened to a run, oldest first: a dict for each line of its ``run.jsonl``.
+
+    Each has ``time`` (UTC, as text) and ``event``: ``"start"``, ``"save"``, ``"delete"`` or
+    ``"fallback"``, and what belongs to that. A line that a crash cut short is left out; a run that
+    has no history yet has none.
+
+    Raises:
+        CallError: ``run`` is no path.
+    """
+    records = []
+    torn = 0
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for line in (take_path("run", run) / NAME).read_bytes().splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and "event" in record:
+                records.append(record)
+            else:
+                torn += bool(line.strip())
+    if torn:
+        _logger.info("%s: %d lines that were cut short are left out", run, torn)
+    return records
