@@ -401,7 +401,7 @@ def test_a_run_that_saves_behind_training_all_the_time_ends_with_the_same_bits(
     saved = hookbus.checkpoints(tmp_path / "run")
     assert len(saved) > 5
     for checkpoint in saved[::3]:
-        run = tmp_path / checkpoint.path.name
+        run = tmp_path / f"from-{checkpoint.path.name}"
         run.mkdir()
         os.rename(checkpoint.path, run / checkpoint.path.name)
         assert run_bus(build, run, seed_number=99) == expected

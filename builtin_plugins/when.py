@@ -1,0 +1,152 @@
+"""When a run is saved: rules that a `SavePolicy` asks at each safe point."""
+
+from __future__ import annotations
+
+import attrs
+
+from hookbus.errors import CallError
+
+
+@attrs.frozen
+class Moment:
+    """A safe point, as a rule sees it.
+
+    ``step_before`` is the step at the safe point before this one. ``seconds`` have passed since
+    the state was last saved. ``blocked`` is how many seconds training stood still for the last
+    save, ``writing`` how many it took in all; ``None`` where no save was measured yet.
+    """
+
+    step: int
+    step_before: int
+    epoch: int
+    epoch_ended: bool
+    seconds: float
+    blocked: float | None
+    writing: float | None
+
+
+class When:
+    """A rule; ``a | b`` saves where either of them wants it."""
+
+    def is_due(self, moment: Moment) -> bool:
+        raise NotImplementedError
+
+    def list_due(self, moment: Moment) -> list[str]:
+        """Return in words what is due."""
+        return [str(self)] if self.is_due(moment) else []
+
+    def __or__(self, other: When) -> When:
+        if not isinstance(other, When):
+            return NotImplemented
+        return _AnyOf((self, other))
+
+
+@attrs.frozen
+class EverySteps(When):
+    """Save right after each multiple of ``steps``."""
+
+    steps: int = attrs.field()
+
+    @steps.validator
+    def _check(self, attribute: object, value: object) -> None:
+        check_count(f"EverySteps({value!r})", value)
+
+    def is_due(self, moment: Moment) -> bool:
+        return moment.step // self.steps > moment.step_before // self.steps
+
+    def __str__(self) -> str:
+        return f"every {self.steps} steps"
+
+
+@attrs.frozen
+class EverySeconds(When):
+    """Save at the first safe point ``seconds`` after the last save, whoever asked for that."""
+
+    seconds: float = attrs.field()
+
+    @seconds.validator
+    def _check(self, attribute: object, value: object) -> None:
+        check_positive(f"EverySeconds({value!r})", value)
+
+    def is_due(self, moment: Moment) -> bool:
+        return moment.seconds >= self.seconds
+
+    def __str__(self) -> str:
+        return f"every {self.seconds:g} seconds"
+
+
+@attrs.frozen
+class EveryEpochs(When):
+    """Save at the end of the own code of each ``epochs``-th epoch, so after its validation."""
+
+    epochs: int = attrs.field(default=1)
+
+    @epochs.validator
+    def _check(self, attribute: object, value: object) -> None:
+        check_count(f"EveryEpochs({value!r})", value)
+
+    def is_due(self, moment: Moment) -> bool:
+        return moment.epoch_ended and (moment.epoch + 1) % self.epochs == 0
+
+    def __str__(self) -> str:
+        return "every epoch" if self.epochs == 1 else f"every {self.epochs} epochs"
+
+
+@attrs.frozen
+class OverheadTarget(When):
+    """Save as often as keeps training still for about ``share`` of its time.
+
+    The first safe point is saved, to measure; from then on the next save comes once the last one
+    has cost no more than ``share`` of the time since. It never comes before the last one could
+    have been written.
+    """
+
+    share: float = attrs.field()
+
+    @share.validator
+    def _check(self, attribute: object, value: object) -> None:
+        check_positive(f"OverheadTarget({value!r})", value)
+        if self.share >= 1:
+            raise CallError(f"OverheadTarget({value!r}): pass a share of the time, such as 0.02")
+
+    def is_due(self, moment: Moment) -> bool:
+        if moment.blocked is None or moment.writing is None:
+            return moment.step > 0
+        return moment.seconds >= max(moment.blocked / self.share, moment.writing)
+
+    def __str__(self) -> str:
+        return f"{self.share:.0%} of the time"
+
+
+@attrs.frozen
+class _AnyOf(When):
+    rules: tuple[When, ...]
+
+    def is_due(self, moment: Moment) -> bool:
+        return bool(self.list_due(moment))
+
+    def list_due(self, moment: Moment) -> list[str]:
+        return [text for rule in self.rules for text in rule.list_due(moment)]
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.rules))
+
+
+def check_count(what: str, value: object) -> None:
+    """Refuse what is no whole number from 1 up.
+
+    Raises:
+        CallError: it is something else.
+    """
+    if type(value) is not int or value < 1:
+        raise CallError(f"{what}: pass a whole number from 1 up")
+
+
+def check_positive(what: str, value: object) -> None:
+    """Refuse what is no number above 0.
+
+    Raises:
+        CallError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise CallError(f"{what}: pass a number above 0")
