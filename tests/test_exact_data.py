@@ -53,9 +53,10 @@ IN_PROCESS = {
 
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_a_run_is_the_plain_one_and_goes_on_bit_for_bit_from_any_batch(name: str, tmp_path) -> None:
-    """Source: huggingface/accelerate#2016, #4233, #4071; huggingface/transformers#46628, #11323;
-    Lightning-AI/pytorch-lightning#19764, #5325, #850; NVIDIA-NeMo/Megatron-Bridge#5257;
-    pytorch/pytorch#122697, #164929.
+    """Source: huggingface/accelerate#2016, huggingface/accelerate#4233,
+    huggingface/accelerate#4071, huggingface/transformers#46628, huggingface/transformers#11323,
+    Lightning-AI/pytorch-lightning#19764, Lightning-AI/pytorch-lightning#5325,
+    Lightning-AI/pytorch-lightning#850, NVIDIA-NeMo/Megatron-Bridge#5257, pytorch/pytorch#122697.
     """
     check_exact(IN_PROCESS[name], tmp_path)
 
@@ -94,7 +95,7 @@ WORKERS = {
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_run_with_workers_goes_on_bit_for_bit(name: str, tmp_path) -> None:
-    """Source: huggingface/accelerate#4204, #3110; open-mmlab/mmengine#1520."""
+    """Source: huggingface/accelerate#4204, NVIDIA-NeMo/Megatron-Bridge#5257."""
     check_exact(WORKERS[name], tmp_path, every=3)
 
 

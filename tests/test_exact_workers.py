@@ -140,7 +140,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_goes_on_bit_for_bit(name: str, tmp_path) -> None:
-    """Source: meta-pytorch/data#1437; huggingface/accelerate#4204, #3110."""
+    """Source: meta-pytorch/data#1437, huggingface/accelerate#3110."""
     check_exact(LOADERS[name], tmp_path, every=1 if "workers" not in name else 2)
 
 
