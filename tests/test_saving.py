@@ -171,9 +171,9 @@ def list_hashes(checkpoint) -> dict[tuple[str, str], str]:
     hashes = {}
     for name, section in manifest["sections"].items():
         for part in section["parts"]:
-            hashes[name, f"{part['name']}: tree"] = json.dumps(part["tree"])
+            hashes[name, f"{part['part']}: tree"] = json.dumps(part["tree"])
             for tensor, info in part["tensors"].items():
-                hashes[name, f"{part['name']}: {tensor}"] = info["hash"]
+                hashes[name, f"{part['part']}: {tensor}"] = info["hash"]
     return hashes
 
 
