@@ -465,7 +465,8 @@ def refusing(folder: Path, mode: int) -> Iterator[None]:
     folder.chmod(mode)
     if user == 0:
         for above in folder.parents:
-            above.chmod(above.stat().st_mode | 0o011)  # whoever it is must get there
+            if (open_to := above.stat().st_mode) & 0o011 != 0o011:
+                above.chmod(open_to | 0o011)  # whoever it is must get there
         os.setegid(65534)
         os.seteuid(65534)
     try:
