@@ -70,6 +70,18 @@ class Held:
             samplers[way].load_state_dict(copy.deepcopy(self.samplers[way]))
         return not moved.isdisjoint(samplers)
 
+    def put_epochs(self, loader: object, but: Set[str]) -> None:
+        """Put back the epochs that the script gave to samplers, but for those in ``but``.
+
+        A script need not set one in each epoch, and so the last one set goes on mattering. Not by
+        ``set_epoch``, which is the script's to call.
+        """
+        live = read_attributes(loader)
+        for way, sampler in _list_samplers(loader):
+            name = f"{way}.epoch"
+            if hasattr(sampler, "set_epoch") and name in self.attributes.keys() & live.keys() - but:
+                sampler.epoch = self.attributes[name]
+
 
 def read_attributes(loader: object) -> dict[str, Any]:
     """Return the plain attributes of samplers without a state, in which a memory would show."""

@@ -59,8 +59,13 @@ class Loader:
 
     @hookbus.hookimpl
     def put_streams(self, slot: str) -> None:
-        if slot in self._slots:
-            self._put(self._slots[slot])
+        if slot not in self._slots:
+            return
+        self._put(self._slots[slot])
+        if slot != "epoch":
+            # As of before the epoch's own code, and after the proof of its order, so that a
+            # `set_epoch` that is forgotten is still found.
+            self._slots[slot].put_epochs(self.component, but=self.memories)
 
     @hookbus.hookimpl
     def check_state(self, resume: hookbus.Resume) -> None:

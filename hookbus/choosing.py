@@ -13,6 +13,7 @@ from hookbus.checkpoint import (
     read_folder_name,
     take_path,
 )
+from hookbus.checkpoint.files import refused
 from hookbus.errors import (
     CallError,
     CheckpointError,
@@ -28,8 +29,15 @@ def check_run(run: str | os.PathLike[str]) -> Path:
 
     Raises:
         CallError: it is no path, or that of a checkpoint or a file.
+        WriteError: it may not be looked into.
     """
     path = take_path("run", run).absolute()
+    with refused("look into", path):
+        _check_kind(path)
+    return path
+
+
+def _check_kind(path: Path) -> None:
     named = read_folder_name(path.name)
     if named or (path / "manifest.json").is_file():
         here = (
@@ -43,7 +51,6 @@ def check_run(run: str | os.PathLike[str]) -> Path:
         raise CallError(f"{path} {what}: {here} init_from={str(path)!r} to start a new run from it")
     if path.exists() and not path.is_dir():
         raise CallError(f"{path} is a file; pass the run directory, which need not exist yet")
-    return path
 
 
 def choose(run: Path, request: Request) -> tuple[Checkpoint | None, bool]:
@@ -103,9 +110,11 @@ def _open(run: Path, path: Path) -> Checkpoint:
 
 
 def _open_source(source: Path) -> Checkpoint:
-    if (source / "manifest.json").is_file():
+    with refused("look into", source):
+        is_checkpoint = (source / "manifest.json").is_file()
+    if is_checkpoint:
         return open_checkpoint(source)
-    candidates = sorted(folders(source), key=_read_place) if source.is_dir() else []
+    candidates = sorted(folders(source), key=_read_place)
     if not candidates:
         raise CheckpointNotFoundError(
             f"init_from={str(source)!r} is neither a checkpoint nor a run that holds one"

@@ -8,6 +8,7 @@ import datetime
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from exact import digest, seed
 from keepers import Keeper, make_bus
+from scenes import make_loader
 from torch import nn
 
 import hookbus
@@ -28,15 +31,20 @@ from hookbus.errors import (
     BusError,
     CallError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     HookbusError,
     LoopError,
     ManyErrors,
     MismatchError,
     MissingSectionError,
+    NameTakenError,
     ResumeError,
     RunLockedError,
+    SamplerError,
     SaveError,
     StateError,
+    UnattachedError,
+    UnclaimedSectionError,
     WriteError,
 )
 
@@ -249,6 +257,262 @@ def test_a_plugin_that_reads_what_is_not_there_is_told_what_there_is(tmp_path: P
         with pytest.raises(ResumeError) as caught:
             bus.resume(tmp_path / "fresh")
         assert str(caught.value) == "plugin 'b': there is no checkpoint to read from"
+
+
+# -- every kind at once: a typed error with the way out, and all is as it was ---------------------
+
+
+def build_run(width: int = 4, make: Any = torch.optim.AdamW) -> dict[str, Any]:
+    """Make components of a run that is saved after each step."""
+    model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 1))
+    optimizer = make(model.parameters(), lr=0.1)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        "loader": make_loader("lazy memory"),
+        "seen": {"loss": 0.5},
+        "loop": Loop(),
+    }
+
+
+def train_run(parts: dict[str, Any], before_save: Callable[[], object], bus: Any) -> None:
+    for x in parts["loop"].steps(parts["loop"].step + 2, parts["loader"]):
+        parts["optimizer"].zero_grad()
+        parts["model"](x / 18).square().sum().backward()
+        parts["optimizer"].step()
+        parts["scheduler"].step()
+        before_save()
+        bus.save()
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 1 and 2, both in the middle of an epoch."""
+    run, parts = tmp_path_factory.mktemp("saved"), build_run()
+    with hookbus.HookBus() as bus:
+        bus.attach(**parts)
+        bus.resume(run)
+        train_run(parts, lambda: None, bus)
+    assert [each.step for each in hookbus.checkpoints(run)] == [1, 2]
+    return run
+
+
+@attrs.define
+class Bad:
+    """What is spoilt, what is done then, and the error with what it says."""
+
+    error: type[HookbusError]
+    words: tuple[str, ...]
+    parts: Callable[[], dict[str, Any]] = build_run
+    leave: tuple[str, ...] = ()  # not attached
+    more: Callable[[], dict[str, Any]] = dict  # attached beside them
+    spoil: Callable[[Path], object] = lambda run: None
+    options: dict[str, Any] = attrs.Factory(dict)
+    where: str = ""  # below the run
+    then: str = "resume"
+
+
+def flip_last_bit(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+BAD = {
+    "a step that is not there": Bad(
+        CheckpointNotFoundError,
+        ("has no checkpoint of step 7; the nearest are 1, 2",),
+        options={"step": 7},
+    ),
+    "a checkpoint's path as the run": Bad(
+        CallError,
+        ("is a checkpoint, not a run directory: pass ", "init_from="),
+        where="step-00000002",
+    ),
+    "a half-written checkpoint": Bad(
+        CorruptCheckpointError,
+        ("manifest.json is missing, so ", "the newest other one is of step 1; to go on", "move "),
+        spoil=lambda run: (run / "step-00000002" / "manifest.json").unlink(),
+    ),
+    "a checkpoint cut short": Bad(
+        CorruptCheckpointError,
+        ("model.safetensors: has 9 bytes, saved were", "the newest other one is of step 1"),
+        spoil=lambda run: os.truncate(run / "step-00000002" / "model.safetensors", 9),
+    ),
+    "a damaged checkpoint": Bad(
+        CorruptCheckpointError,
+        (
+            "rng.safetensors: tensor",
+            "its hash is",
+            "saved was",
+            "the newest other one is of step 1",
+        ),
+        spoil=lambda run: flip_last_bit(run / "step-00000002" / "rng.safetensors"),
+    ),
+    "a section of nobody": Bad(
+        UnclaimedSectionError,
+        (
+            "section 'seen', written by plugin 'Values' (hookbus ",
+            "attach it, or pass skip=('seen',)",
+        ),
+        leave=("seen",),
+    ),
+    "a plugin without a section": Bad(
+        MissingSectionError,
+        ("plugin 'new' (hookbus ", "has no section 'new'; pass missing_ok=('new',)"),
+        more=lambda: {"new": {"a": 1}},
+    ),
+    "another shape": Bad(
+        HookbusError,
+        ("0.weight saved [4, 4] float32, run has [5, 4] float32", "strict=False"),
+        parts=lambda: build_run(5),
+    ),
+    "another class of optimizer": Bad(
+        MismatchError,
+        (
+            "optimizer: saved by torch.optim.adamw.AdamW, run has torch.optim.sgd.SGD; pass"
+            " skip=('optimizer',)",
+        ),
+        parts=lambda: build_run(make=torch.optim.SGD),
+    ),
+    "a state that cannot be stored": Bad(
+        StateError,
+        ("plugin 'more' (hookbus ", "cannot be stored", "['x'][0]", "object"),
+        more=lambda: {"more": {"x": [object()]}},
+        options={"missing_ok": ("more",)},
+        then="save",
+    ),
+    "a scheduler that nobody attached": Bad(
+        UnattachedError,
+        ("StepLR changes the lr of an attached optimizer", "bus.attach(scheduler=scheduler)"),
+        leave=("scheduler",),
+        options={"skip": ("scheduler",)},
+        then="save",
+    ),
+    "an optimizer that nobody attached": Bad(
+        UnattachedError,
+        ("AdamW", "steps in the loop's body and is not on the bus", "add bus.attach(optimizer=…)"),
+        leave=("optimizer", "scheduler"),
+        options={"init_from": "", "init_only": ("model",)},
+        where="../new",
+        then="train",
+    ),
+    "trained parameters of nothing attached": Bad(
+        UnattachedError,
+        (
+            "optimizer: 2 of 6 parameters would be trained and never saved",
+            "bus.attach(NAME=module)",
+        ),
+        then="grow and save",
+    ),
+    "a sampler that cannot be repeated": Bad(
+        SamplerError,
+        ("the indices of the 2 batches that are done are not those", "give the sampler state_dict"),
+        then="train",
+    ),
+    "a loop on no bus": Bad(
+        LoopError,
+        ("steps(): this loop is on no open bus; add",),
+        leave=("loop",),
+        then="train without a resume",
+    ),
+    "two plugins of one name": Bad(
+        NameTakenError,
+        ("two components are named 'model': Sequential and Linear", "under another name"),
+        then="attach twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_a_typed_error_with_the_way_out_and_all_is_as_it_was(
+    name: str, saved_run: Path, tmp_path: Path
+) -> None:
+    bad, run = BAD[name], tmp_path / "run"
+    shutil.copytree(saved_run, run)
+    bad.spoil(run)
+    seed(3)
+    parts, more = bad.parts(), bad.more()
+    live, second = {**parts, **more}, nn.Linear(2, 2)
+    options = {**bad.options, **({"init_from": run} if "init_from" in bad.options else {})}
+
+    def read() -> list[Any]:
+        files = [(path, data) for path, data in read_folder(run).items() if "lock" not in path]
+        # Where the loop has begun, its streams have been put back.
+        return [files, digest(live)[: -3 if bad.error is SamplerError else None]]
+
+    with hookbus.HookBus() as bus:
+        bus.attach(**{each: live[each] for each in live if each not in bad.leave})
+        if bad.then not in ("resume", "train without a resume"):
+            bus.resume(run / bad.where, **options)
+        if bad.then == "grow and save":
+            parts["optimizer"].add_param_group({"params": list(nn.Linear(3, 1).parameters())})
+        before = [read()]
+        act = {
+            "resume": lambda: bus.resume(run / bad.where, **options),
+            "save": lambda: bus.save(metrics={"asked": 1}),
+            "grow and save": lambda: bus.save(metrics={"asked": 1}),
+            "attach twice": lambda: bus.attach(model=second),
+        }.get(bad.then, lambda: train_run(parts, lambda: before.append(read()), bus))
+        with pytest.raises(bad.error) as caught:
+            act()
+        assert read() == before[-1]
+    for words in bad.words:
+        assert words in str(caught.value)
+
+
+@contextlib.contextmanager
+def refusing(folder: Path, mode: int) -> Iterator[None]:
+    """Leave only ``mode`` of the rights in ``folder``, to root too, who is somebody else then."""
+    user, group, before = os.geteuid(), os.getegid(), folder.stat().st_mode
+    folder.chmod(mode)
+    if user == 0:
+        for above in folder.parents:
+            if (open_to := above.stat().st_mode) & 0o011 != 0o011:
+                above.chmod(open_to | 0o011)  # whoever it is must get there
+        os.setegid(65534)
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        os.setegid(group)
+        folder.chmod(before)
+
+
+@pytest.mark.parametrize(
+    "mode", [0o555, 0o444, 0o000], ids=["not written", "not entered", "closed"]
+)
+def test_a_folder_that_refuses_is_a_write_error_with_its_number_and_nothing_changed(
+    mode: int, tmp_path: Path
+) -> None:
+    run, parts = tmp_path / "run", build_run()
+    with hookbus.HookBus() as bus:
+        bus.attach(**parts)
+        bus.resume(run)
+        path = bus.save(metrics={"x": 1}).path
+        before = digest(parts), read_folder(run)
+
+        def refuse(act: Callable[[], object]) -> None:
+            with refusing(run, mode), pytest.raises(WriteError) as caught:
+                act()
+            assert caught.value.errno == errno.EACCES
+            assert "Permission denied" in str(caught.value)
+            assert str(run) in str(caught.value)
+            assert (digest(parts), read_folder(run)) == before
+
+        refuse(lambda: bus.save(metrics={"x": 2}))
+        bus.save(metrics={"x": 2})  # the lock is still held, and the disk takes it again
+        assert [each.metrics["x"] for each in hookbus.checkpoints(run)] == [1, 2]
+        before = digest(parts), read_folder(run)
+        with make_bus() as other:
+            refuse(lambda: other.resume(run / "inside"))
+            if mode != 0o555:  # it may be read
+                refuse(lambda: other.resume(run, stage="test"))
+                refuse(lambda: other.resume(tmp_path / "new", init_from=run))
+                refuse(lambda: other.resume(tmp_path / "new", init_from=path))
+                refuse(lambda: hookbus.open(path) if mode == 0 else other.resume(run))
+        assert not (run / "inside").exists()
 
 
 # -- states that cannot be stored ---------------------------------------------------------------

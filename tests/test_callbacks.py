@@ -166,10 +166,12 @@ class Resetting:
 
     kind = "counting"
     count = 0
+    fresh: bool | None = None
 
     @hookbus.hookimpl
-    def on_setup(self) -> None:
+    def on_setup(self, resume: hookbus.Resume) -> None:
         self.count = 0
+        self.fresh = resume.fresh
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
@@ -188,6 +190,7 @@ def test_a_reset_in_setup_comes_before_the_state_comes_back(tmp_path: Path) -> N
             bus.register(plugin, "counter")
             bus.resume(tmp_path)
             assert plugin.count == expected
+            assert plugin.fresh == (expected == 0)
             plugin.count = 5
             if expected == 0:
                 bus.save(step=1)

@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import attrs
 import numpy as np
 import pytest
 import torch
-from exact import CUT, Where, check_exact, cut_and_go_on, list_places, run_bus, run_plain
+from exact import (
+    CUT,
+    Parts,
+    Where,
+    check_exact,
+    cut_and_go_on,
+    list_places,
+    run_bus,
+    run_plain,
+    seed,
+)
 from scenes import data_scene, make_loader
+from torch.utils import data
 
+import hookbus
+from builtin_plugins import Loop
 from hookbus.errors import SamplerError
+
+
+def set_epoch_seldom() -> Parts:
+    """Sets the sampler's epoch in every other epoch only, so that it goes on mattering."""
+    parts = data_scene("distributed", epochs=4)()
+
+    def head(epoch: int) -> None:
+        if epoch % 2 == 0:
+            parts.loader.sampler.set_epoch(epoch)
+
+    return attrs.evolve(parts, head=head)
+
 
 IN_PROCESS = {
     "sequential": data_scene("sequential"),
@@ -27,6 +53,7 @@ IN_PROCESS = {
     "replacement, own generator": data_scene("replacement", generator=True),
     "subset": data_scene("subset", generator=True),
     "distributed": data_scene("distributed"),
+    "distributed, of a seldom set epoch": set_epoch_seldom,
     "batch sampler": data_scene("batch sampler"),
     "uneven batches": data_scene("uneven"),
     "eager sampler": data_scene("eager"),
@@ -51,11 +78,26 @@ IN_PROCESS = {
 }
 
 
+def test_every_sampler_of_torch_is_here() -> None:
+    loaders = [build().loader for build in IN_PROCESS.values()]
+    loaders = [each for each in loaders if isinstance(each, data.DataLoader)]
+    tried = {type(each.sampler) for each in loaders} | {
+        type(each.batch_sampler) for each in loaders
+    }
+    every = {
+        each
+        for each in (*vars(data).values(), *vars(data.sampler).values())
+        if inspect.isclass(each) and issubclass(each, data.Sampler)
+    }
+    assert every - {data.Sampler} <= tried
+
+
 @pytest.mark.parametrize("name", IN_PROCESS)
 def test_a_run_is_the_plain_one_and_goes_on_bit_for_bit_from_any_batch(name: str, tmp_path) -> None:
-    """Source: huggingface/accelerate#2016, #4233, #4071; huggingface/transformers#46628, #11323;
-    Lightning-AI/pytorch-lightning#19764, #5325, #850; NVIDIA-NeMo/Megatron-Bridge#5257;
-    pytorch/pytorch#122697, #164929.
+    """Source: huggingface/accelerate#2016, huggingface/accelerate#4233,
+    huggingface/accelerate#4071, huggingface/transformers#46628, huggingface/transformers#11323,
+    Lightning-AI/pytorch-lightning#19764, Lightning-AI/pytorch-lightning#5325,
+    Lightning-AI/pytorch-lightning#850, NVIDIA-NeMo/Megatron-Bridge#5257, pytorch/pytorch#122697.
     """
     check_exact(IN_PROCESS[name], tmp_path)
 
@@ -94,7 +136,7 @@ WORKERS = {
 
 @pytest.mark.parametrize("name", WORKERS)
 def test_a_run_with_workers_goes_on_bit_for_bit(name: str, tmp_path) -> None:
-    """Source: huggingface/accelerate#4204, #3110; open-mmlab/mmengine#1520."""
+    """Source: huggingface/accelerate#4204, NVIDIA-NeMo/Megatron-Bridge#5257."""
     check_exact(WORKERS[name], tmp_path, every=3)
 
 
@@ -151,6 +193,19 @@ def test_a_changed_batch_size_or_dataset_is_found(tmp_path) -> None:
     assert run_bus(data_scene(), tmp_path, cut=("body", 1, 2)) is CUT
     with pytest.raises(SamplerError, match=r"batch_size=4.*now.*batch_size=3"):
         run_bus(data_scene(batch_size=3), tmp_path)
+
+
+def test_a_changed_batch_size_or_dataset_is_told_at_an_epoch_s_border(tmp_path, caplog) -> None:
+    """Source: huggingface/transformers#18070"""
+    assert run_bus(data_scene(), tmp_path, cut=("tail", 0, 0)) is CUT
+    seed(9)
+    parts = data_scene(batch_size=3, drop_last=True)()
+    with hookbus.HookBus() as bus:
+        bus.attach(**parts.attached, loop=Loop())
+        notes = bus.resume(tmp_path).report.notes
+    assert notes == ["data: batch_size 4 → 3", "data: drop_last False → True"]
+    (warning,) = [m for m in caplog.messages if "not bit for bit" in m]
+    assert warning.endswith(": not bit for bit: batch_size 4 → 3, drop_last False → True")
 
 
 def test_a_sampler_that_remembers_and_cannot_tell_is_warned_of_once(tmp_path, caplog) -> None:

@@ -398,6 +398,58 @@ def test_a_sampler_that_counts_epochs_is_exact_if_the_script_sets_them(tmp_path)
     )
 
 
+class Behind(data.Sampler):
+    """Stands around another sampler, as those of accelerate and Lightning do."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+def wrap_twice() -> tuple[data.DistributedSampler, data.DataLoader]:
+    inner = data.DistributedSampler(Points(), num_replicas=2, rank=1)
+    batches = data.BatchSampler(Behind(Behind(inner)), 2, drop_last=False)
+    return inner, data.DataLoader(Points(), batch_sampler=batches)
+
+
+def distribute(sets_epoch: bool, seen: list[int]) -> Parts:
+    """Four epochs over a distributed sampler in two others; notes its epoch at each batch."""
+    inner, loader = wrap_twice()
+    parts = make_parts(lambda: None, kept=False)
+    body = make_body(parts.attached["model"], parts.attached["optimizer"])
+
+    def script(loop: Any, save: Save) -> None:
+        for epoch in loop.epochs(4):
+            if sets_epoch:
+                inner.set_epoch(epoch)
+            for x in loop.batches(loader):
+                seen.append(inner.epoch)
+                body(loop.batch, x)
+                save(("body", epoch, loop.batch))
+            save(("tail", epoch, 0))
+
+    return attrs.evolve(parts, attached={**parts.attached, "data": loader}, script=script)
+
+
+def test_the_epoch_that_the_script_sets_reaches_a_sampler_inside_others(tmp_path) -> None:
+    """Source: huggingface/accelerate#4071."""
+    build = functools.partial(distribute, True, [])
+    check_exact(build, tmp_path / "exact", every=2)
+    for cut, first in ((("tail", 2, 0), 3), (("body", 3, 2), 3)):
+        seen: list[int] = []
+        run = tmp_path / cut[0]
+        assert run_bus(build, run, cut=cut) is CUT
+        run_bus(functools.partial(distribute, True, seen), run, seed_number=9)
+        assert seen[0] == first
+    with pytest.raises(SamplerError, match="set_epoch was not called"):
+        run_bus(functools.partial(distribute, False, []), tmp_path / "body", seed_number=9)
+
+
 class Starting(EagerGlobal):
     """Starts where its state says, once; ``ends_at`` is its state after a pass."""
 

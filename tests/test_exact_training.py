@@ -344,11 +344,11 @@ def test_a_script_cut_again_and_again_goes_on_bit_for_bit(name: str, tmp_path) -
 
 
 CONTROLS = {
-    "rng": training_scene(lambda p: torch.optim.SGD(p, lr=0.05)),
+    "rng": data_scene("sequential"),
     "loader": data_scene("own random"),
     "optimizer": training_scene(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)),
     "scheduler": training_scene(
-        lambda p: torch.optim.SGD(p, lr=0.05), lambda o: schedulers.StepLR(o, 2, 0.5)
+        lambda p: torch.optim.SGD(p, lr=0.05), lambda o: schedulers.LambdaLR(o, lambda n: 0.5**n)
     ),
     "loop": training_scene(lambda p: torch.optim.SGD(p, lr=0.05)),
     "model": training_scene(lambda p: torch.optim.SGD(p, lr=0.05)),
@@ -361,9 +361,35 @@ CONTROLS = {
 @pytest.mark.parametrize(
     "name", [name for name in CONTROLS if name not in ("scaler", "ema", "seen")]
 )
-def test_control_with_one_of_them_blocked_the_bits_differ(name: str, tmp_path) -> None:
-    build = CONTROLS[name]
-    assert is_wrong(build, tmp_path / "blocked", {"block": (name,)}, {"block": (name,)})
+def test_control_with_one_of_them_blocked_the_weights_differ(name: str, tmp_path) -> None:
+    build, expected = CONTROLS[name], run_plain(CONTROLS[name])
+    for block in ((), (name,)):
+        run = tmp_path / "-".join(("run", *block))
+        assert run_bus(build, run, cut=("body", 1, 2), block=block) is CUT
+        bits = run_bus(build, run, seed_number=9, block=block)
+        assert (bits == expected) == (not block)
+        assert bits[0][0] == expected[0][0] == "model"
+        assert (bits[0] == expected[0]) == (not block)
+
+
+class Draws:
+    """Draws a number at every safe point, as a careless plugin does."""
+
+    @hookbus.hookimpl
+    def safe_point(self) -> None:
+        torch.rand(1)
+
+
+def test_control_with_a_plugin_that_draws_while_training_the_run_is_not_transparent(
+    tmp_path,
+) -> None:
+    build = data_scene("shuffle")
+
+    def build_with_it() -> Parts:
+        return attrs.evolve(build(), plugins={"draws": Draws()})
+
+    with pytest.raises(AssertionError, match="transparency"):
+        check_exact(build_with_it, tmp_path)
 
 
 @pytest.mark.parametrize("name", CONTROLS)

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from exact import CUT, Parts, Save, Where, check_exact, cut_and_go_on, run_bus, run_plain
@@ -140,7 +141,7 @@ LOADERS = {
 
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_goes_on_bit_for_bit(name: str, tmp_path) -> None:
-    """Source: meta-pytorch/data#1437; huggingface/accelerate#4204, #3110."""
+    """Source: meta-pytorch/data#1437, huggingface/accelerate#3110."""
     check_exact(LOADERS[name], tmp_path, every=1 if "workers" not in name else 2)
 
 
@@ -262,6 +263,34 @@ def test_no_worker_is_started_before_the_first_batch(tmp_path) -> None:
         assert not multiprocessing.active_children()
         assert torch.equal(before, torch.get_rng_state())
         assert loader._iterator is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: make_loader(num_workers=2),
+        lambda: make_loader(num_workers=1, persistent_workers=True, generator=True),
+        stateful(2, shuffle=True),
+        stateful(0, shuffle=True),
+    ],
+    ids=["workers", "persistent workers", "torchdata, workers", "torchdata"],
+)
+def test_a_save_before_the_first_batch_changes_none(make: Callable[[], Any], tmp_path) -> None:
+    """Source: huggingface/accelerate#4204."""
+
+    def build() -> Parts:
+        parts = make_scene(make)()
+
+        def script(loop: Any, save: Save) -> None:
+            save(("start", 0, 0))
+            parts.script(loop, save)
+
+        return attrs.evolve(parts, script=script)
+
+    expected = run_plain(build)
+    assert run_bus(build, tmp_path, saves=[("start", 0, 0)]) == expected
+    assert len(hookbus.checkpoints(tmp_path)) == 1
+    assert run_bus(build, tmp_path, seed_number=9) == expected
 
 
 def test_workers_that_are_spawned_are_watched_too(tmp_path) -> None:

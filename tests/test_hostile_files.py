@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
@@ -385,6 +387,77 @@ def test_a_pipe_or_folder_in_place_of_a_file_is_not_waited_for(tmp_path, name, m
     make(checkpoint.path / name)
     with pytest.raises(CorruptCheckpointError, match=f"{name}: cannot be read: not a regular file"):
         checkpoint.verify()
+
+
+class Payload:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def pickle_plainly(payload: object) -> bytes:
+    return pickle.dumps(payload)
+
+
+def pickle_as_torch_does(payload: object) -> bytes:
+    stream = io.BytesIO()
+    torch.save({"state": payload}, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("make", [pickle_plainly, pickle_as_torch_does])
+def test_a_pickle_in_place_of_any_file_is_never_loaded(tmp_path, make):
+    """Source: huggingface/transformers#43140, NVIDIA-NeMo/Automodel#3240, ecmwf/anemoi-core#1416"""
+    mark, run = tmp_path / "mark", tmp_path / "run"
+    payload = make(Payload(mark))
+    torch.load(io.BytesIO(payload), weights_only=False) if make is pickle_as_torch_does else (
+        pickle.loads(payload)
+    )
+    mark.rmdir()  # the negative control: it does what it says
+
+    def attach(bus: hookbus.HookBus) -> None:
+        model = torch.nn.Linear(40, 40)
+        bus.attach(model=model, optimizer=torch.optim.Adam(model.parameters()), more={"a": 1})
+
+    with hookbus.HookBus() as bus:
+        attach(bus)
+        bus.resume(run)
+        folder = bus.save(step=1).path
+    files = sorted(folder.iterdir())
+    assert [each.name for each in files] == [
+        "manifest.json",
+        "model.safetensors",
+        "rng.safetensors",
+    ]
+    for stray in ("rng_state.pth", "optimizer.pt", ".metadata", "more.pkl"):
+        (folder / stray).write_bytes(payload)
+    for file in files:
+        whole = file.read_bytes()
+        for content in (payload, payload.ljust(len(whole), b"\0")):
+            file.write_bytes(content)
+            for act in (
+                lambda: hookbus.open(folder).verify(),
+                lambda: [hookbus.open(folder).read(name) for name in ("model", "rng")],
+                lambda: resume_with(attach, run),
+                lambda: resume_with(attach, run, verify="sizes"),
+            ):
+                with pytest.raises(CorruptCheckpointError, match=re.escape(str(file))):
+                    act()
+            hookbus.checkpoints(run)
+            hookbus.best(run, "loss")
+        file.write_bytes(whole)
+    resume_with(attach, run)
+    assert not mark.exists()
+
+
+def resume_with(attach: Callable[[hookbus.HookBus], None], run: Path, **options: Any) -> None:
+    with hookbus.HookBus() as bus:
+        attach(bus)
+        bus.resume(run, **options)
 
 
 # -- paths, and the best ---------------------------------------------------------------------------

@@ -94,7 +94,9 @@ def list_places(run: Path) -> list[tuple[str, int, int]]:
 
 
 def test_it_hands_out_what_is_not_done(start) -> None:
-    """Source: Lightning-AI/pytorch-lightning#850, #5325; determined-ai/determined#6708."""
+    """Source: Lightning-AI/pytorch-lightning#850, Lightning-AI/pytorch-lightning#5325,
+    determined-ai/determined#6708.
+    """
     first = start()
     with contextlib.suppress(KeyboardInterrupt):
         first.train(2, lambda: (first.loop.step == 4 and first.bus.save()) or stop_after(first, 5))
@@ -131,13 +133,19 @@ def test_after_the_epochs_own_code_the_next_epoch_begins(start) -> None:
     assert second.loop.step == 6
 
 
-def test_steps_are_the_optimizers_completed_ones(start, tmp_path) -> None:
+def test_steps_are_the_optimizers_completed_ones_after_a_resume_too(start, tmp_path) -> None:
     """Source: Lightning-AI/pytorch-lightning#11555."""
-    training, calls = start(), []
-    training.optimizer.register_step_post_hook(lambda *_: calls.append(1))
-    training.train(2, training.bus.save)
-    assert list_steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-    assert training.loop.step == len(calls) == 6
+    saved = []
+    for stop in (2, 5, 12):  # in an epoch, in another, and to the end
+        training, calls = start(), []
+        training.optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append(1))
+        before = training.loop.step
+        with contextlib.suppress(KeyboardInterrupt):
+            training.train(4, lambda t=training, n=stop: (t.bus.save(), stop_after(t, n)))
+        training.bus.close()
+        assert training.loop.step == stop == before + len(calls)
+        saved.append(list_steps(tmp_path))
+    assert saved == [[1, 2], list(range(1, 6)), list(range(1, 13))]
 
 
 def test_void_steps_of_a_gradient_scaler_are_not_counted(tmp_path) -> None:
@@ -149,12 +157,16 @@ def test_void_steps_of_a_gradient_scaler_are_not_counted(tmp_path) -> None:
         assert list_steps(tmp_path / str(fused)) == [6]  # of eight batches
 
 
-def test_two_optimizers_make_one_step_a_batch(start) -> None:
-    more = nn.Linear(2, 1)
-    second = torch.optim.SGD(more.parameters(), lr=0.1)
-    training = start(more=more, second=second)
-    training.train(1, second.step)
-    assert training.loop.step == 3
+def test_two_optimizers_make_one_step_a_batch(start, tmp_path) -> None:
+    """Source: Lightning-AI/pytorch-lightning#11555."""
+    for number, total in enumerate((3, 6), 1):
+        more = nn.Linear(2, 1)
+        second = torch.optim.SGD(more.parameters(), lr=0.1)
+        training = start(more=more, second=second)
+        training.train(number, second.step, training.bus.save)
+        training.bus.close()
+        assert training.loop.step == total
+        assert list_steps(tmp_path)[-1] == total
 
 
 @pytest.mark.parametrize(

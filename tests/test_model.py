@@ -21,7 +21,13 @@ from torch.optim.swa_utils import AveragedModel
 import hookbus
 from builtin_plugins import Model
 from builtin_plugins.names import drop_wrappers, parameter_names
-from hookbus.errors import AttachError, HookbusError, MismatchError, StateError
+from hookbus.errors import (
+    AttachError,
+    HookbusError,
+    MismatchError,
+    StateError,
+    UnattachedError,
+)
 
 
 def put_on_bus(bus: hookbus.HookBus, components: Mapping[str, object]) -> None:
@@ -243,6 +249,8 @@ def test_two_entries_that_become_one_without_wrappers_are_refused(tmp_path: Path
 
 
 def test_every_difference_is_told_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+    """Source: pytorch/pytorch#148252"""
+
     class Other(nn.Module):
         def __init__(self, *shape: int) -> None:
             super().__init__()
@@ -321,8 +329,11 @@ def test_tied_weights_are_one_tensor_again(tmp_path: Path) -> None:
     save(tmp_path, model=saved)
     resume(tmp_path, model=live)
     assert live.head.weight is live.embedding.weight
+    assert live.head.weight.data_ptr() == live.embedding.weight.data_ptr()
     assert read_bits(live) == read_bits(saved)
+    live.head(live.embedding(torch.tensor([1, 2]))).square().sum().backward()
     torch.optim.SGD(live.parameters(), 0.1).step()
+    assert read_bits(live) != read_bits(saved)
     assert torch.equal(live.head.weight, live.embedding.weight)
 
 
@@ -614,6 +625,47 @@ def test_what_lightning_hooks_put_aside_comes_back_before_the_weights(tmp_path: 
     assert live.labels == ["cat", "dog"]
     assert torch.equal(live.weight_before, before)
     assert read_bits(live) == read_bits(saved)
+
+
+class Rebuilds(nn.Module):
+    """Makes its head anew while it is loaded, as wide as it was when saved."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(2, width)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["width"] = self.head.out_features
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.head = nn.Linear(2, checkpoint["width"])
+
+
+def test_a_head_rebuilt_while_loading_is_loaded_and_its_old_optimizer_is_refused(
+    tmp_path: Path,
+) -> None:
+    """Source: Lightning-AI/pytorch-lightning#7535"""
+
+    def build() -> dict[str, Any]:
+        model = Rebuilds(3)
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+    saved, live = build(), build()
+    save(tmp_path, **saved)
+    with pytest.raises(
+        UnattachedError,
+        match=r"no longer part of the model are model\.head\.weight, model\.head\.bias; build the",
+    ):
+        resume(tmp_path, **live)
+    with hookbus.HookBus() as bus, bus.resuming(tmp_path) as resumed:
+        model = Rebuilds(3)
+        bus.attach(model=model)
+        resumed.restore_model()
+        bus.attach(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    assert read_bits(model) == read_bits(saved["model"])
+    model.head(torch.ones(1, 2)).sum().backward()
+    bus.components["optimizer"].step()
+    assert read_bits(model) != read_bits(saved["model"])
 
 
 def test_a_model_on_meta_is_restored_behind_configure_sharded(tmp_path: Path) -> None:

@@ -324,6 +324,33 @@ def test_state_of_any_kind_keeps_its_dtype_and_bits(tmp_path: Path) -> None:
     assert spell(optimizer_again.state["shared"]) == spell(optimizer.state["shared"])
 
 
+class LowMomentum(optim.SGD):
+    """Keeps its momentum in bfloat16, whatever its parameters are."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+        return loss
+
+
+def test_moments_narrower_than_their_parameters_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """Source: pytorch/torchtitan#4615"""
+
+    def build(seed: int) -> tuple[nn.Module, Any]:
+        model = build_net(seed)
+        return model, LowMomentum(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+    model, optimizer = build(0)
+    step(model, optimizer, 0)
+    assert {s["momentum_buffer"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
+    again, optimizer_again = build(1)
+    optimizer_again.load_state_dict(optimizer.state_dict())  # the negative control: torch widens
+    widened = optimizer_again.state[again[0].weight]["momentum_buffer"]
+    assert widened.dtype == torch.float32
+    check_exactness(tmp_path, build)
+
+
 def test_a_never_stepped_optimizer_stays_one(tmp_path: Path) -> None:
     """Source: pytorch/pytorch#164929"""
     model, untouched = build_net(0), build_net(0)
@@ -457,6 +484,8 @@ def test_another_class_is_refused_with_both_names(tmp_path: Path) -> None:
 
 
 def test_every_difference_is_told_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+    """Source: pytorch/pytorch#148252"""
+
     def build(names: str, width: int) -> tuple[nn.Module, Any]:
         layers = {name: nn.Linear(2, 2, bias=False) for name in names}
         model = nn.ModuleDict({**layers, "head": nn.Linear(2, width, bias=False)})

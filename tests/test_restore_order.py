@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import gc
+import shutil
+import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from exact import digest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from keepers import WAYS, Keeper, Way, make_bus, make_spy, save_keepers
 from torch import nn
 
 import hookbus
 from builtin_plugins import Loop
-from hookbus.errors import CallError, MismatchError, UnattachedError, UnclaimedSectionError
+from hookbus.errors import (
+    CallError,
+    HookbusError,
+    MismatchError,
+    UnattachedError,
+    UnclaimedSectionError,
+)
 
 torch.set_num_threads(1)
 
@@ -174,6 +185,136 @@ def test_a_loader_made_before_the_resume_goes_on_at_its_place(tmp_path: Path) ->
     with pytest.raises(SystemExit):
         train(7)
     assert train(None) == list(range(7, 20))
+
+
+def build_everything(number: int) -> dict[str, Any]:
+    torch.manual_seed(number)
+    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return {
+        "datamodule": Data(),
+        "model": model,
+        "callbacks": [Shows()],
+        "scaler": torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4),
+        "loader": torch.utils.data.DataLoader(
+            torch.arange(24.0).view(8, 3),
+            2,
+            shuffle=True,
+            generator=torch.Generator().manual_seed(number),
+        ),
+        "ema": torch.optim.swa_utils.AveragedModel(model),
+        "own": torch.Generator().manual_seed(number),
+        "seen": {"loss": 0.0},
+        "loop": Loop(),
+    }
+
+
+class Shows:
+    """A callback that counts."""
+
+    state_key = "shows"
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def train_everything(parts: dict[str, Any], epochs: int) -> None:
+    model, optimizer, scaler = parts["model"], parts["optimizer"], parts["scaler"]
+    for _ in parts["loop"].epochs(epochs):
+        for x in parts["loop"].batches(parts["loader"]):
+            optimizer.zero_grad()
+            loss = model(x + torch.rand(1, generator=parts["own"])).square().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            parts["scheduler"].step()
+            parts["ema"].update_parameters(model)
+            parts["seen"]["loss"] += loss.item()
+            parts["callbacks"][0].count += 1
+
+
+def read_bits(parts: dict[str, Any]) -> list[Any]:
+    counts = [each.count for each in parts.get("callbacks", ())]
+    return digest({**parts, "callbacks": counts})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A run of two epochs, saved after the first, and its bits at the end."""
+    run, parts = tmp_path_factory.mktemp("trained"), build_everything(0)
+    with hookbus.HookBus() as bus:
+        bus.attach(**parts)
+        bus.resume(run)
+        train_everything(parts, 1)
+        bus.save()
+        train_everything(parts, 2)
+        return run, read_bits(parts)
+
+
+NAMES = tuple(build_everything(0))
+
+
+@settings(deadline=None, max_examples=12)
+@given(order=st.permutations(NAMES))
+@example(order=NAMES)
+@example(order=NAMES[::-1])
+def test_the_order_of_attaching_does_not_change_what_is_restored(
+    order: list[str], trained: tuple[Path, list[Any]]
+) -> None:
+    saved, expected = trained
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(saved, run := Path(folder) / "run")
+        parts = build_everything(1)
+        with hookbus.HookBus() as bus:
+            for name in order:
+                bus.attach(**{name: parts[name]})
+            bus.resume(run)
+            train_everything(parts, 2)
+            assert read_bits(parts) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_component_that_one_side_lacks_is_missed_by_name(
+    name: str, trained: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    """Source: Lightning-AI/pytorch-lightning#2613, NVIDIA-NeMo/Megatron-Bridge#5706,
+    Lightning-AI/pytorch-lightning#14842
+    """
+
+    def resume(run: Path, parts: dict[str, Any], left_out: str | None) -> HookbusError:
+        parts = {each: part for each, part in parts.items() if each != left_out}
+        before = read_bits(parts)
+        with hookbus.HookBus() as bus:
+            bus.attach(**parts)
+            with pytest.raises(HookbusError) as caught:
+                bus.resume(run)
+            assert read_bits(parts) == before
+        return caught.value
+
+    # The run lacks it; without a model its optimizer is refused as well.
+    shutil.copytree(trained[0], lacks := tmp_path / "run")
+    error = resume(lacks, build_everything(1), left_out=name)
+    assert f"the checkpoint has a section {name!r}, written by plugin " in str(error)
+    assert f"nobody on the bus restores it; attach it, or pass skip=({name!r},)" in str(error)
+    # The checkpoint lacks it.
+    parts = build_everything(2)
+    alone = ("model", "ema", "optimizer", "scheduler")
+    kept = {each: part for each, part in parts.items() if each != name and each not in alone}
+    saved = tmp_path / "other"
+    with hookbus.HookBus() as bus:
+        bus.attach(**kept)
+        bus.resume(saved)
+        bus.save(**({"step": 1} if name == "loop" else {"metrics": {"x": 1}}))
+    error = resume(saved, {**kept, name: build_everything(3)[name]}, left_out=None)
+    assert f"has no section {name!r}; pass missing_ok=({name!r},) to start it fresh" in str(error)
 
 
 # -- sharding by function -----------------------------------------------------------------------

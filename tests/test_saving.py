@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -176,6 +177,72 @@ def test_a_save_that_is_never_written_is_warned_of_when_the_process_ends(tmp_pat
     )
     assert "a save was asked for and never written" in run.stderr
     assert "call bus.close()" in run.stderr
+
+
+def list_hashes(checkpoint) -> dict[tuple[str, str], str]:
+    """Return the hash of each tensor by its section and name, and of each tree of plain values."""
+    manifest = json.loads((checkpoint.path / "manifest.json").read_bytes())
+    hashes = {}
+    for name, section in manifest["sections"].items():
+        for part in section["parts"]:
+            hashes[name, f"{part['part']}: tree"] = json.dumps(part["tree"])
+            for tensor, info in part["tensors"].items():
+                hashes[name, f"{part['part']}: {tensor}"] = info["hash"]
+    return hashes
+
+
+def build_all(number: int) -> dict[str, object]:
+    torch.manual_seed(number)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, amsgrad=True)
+    return {
+        "model": model,
+        "ema": torch.optim.swa_utils.AveragedModel(model),
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 30),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2),
+        "data": DataLoader(TensorDataset(torch.rand(8, 2)), 2, shuffle=True),
+        "own": torch.Generator().manual_seed(number),
+        "seen": {"loss": number / 3, "last": torch.rand(2)},
+        "loop": Loop(),
+    }
+
+
+@pytest.mark.parametrize("forgets", [None, "exp_avg"])
+def test_what_is_saved_right_after_a_resume_has_the_same_hashes_in_every_section(
+    forgets, tmp_path
+) -> None:
+    """Source: KempnerInstitute/KempnerForge#114; with a forgotten moment it is named."""
+    hashes = []
+    for number in range(2):
+        parts = build_all(number)
+        with hookbus.HookBus() as bus:
+            bus.attach(**parts)
+            bus.resume(tmp_path)
+            loop = parts["loop"]
+            for _ in loop.epochs(2 if number == 0 else 0):
+                for (x,) in loop.batches(parts["data"]):
+                    parts["optimizer"].zero_grad()
+                    loss = parts["model"](x + torch.rand(1, generator=parts["own"])).square().sum()
+                    parts["scaler"].scale(loss).backward()
+                    parts["scaler"].step(parts["optimizer"])
+                    parts["scaler"].update()
+                    parts["scheduler"].step()
+                    parts["ema"].update_parameters(parts["model"])
+                    parts["seen"]["loss"] += loss.item()
+            if number == 1 and forgets:
+                state = parts["optimizer"].state[parts["model"][0].weight]
+                state[forgets] += 1
+            hashes.append(list_hashes(bus.save(metrics={"number": number})))
+    first, second = hashes
+    differ = {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
+    assert len({section for section, _ in first}) == 10
+    if forgets:
+        ((section, tensor),) = differ
+        assert section == "optimizer"
+        assert tensor.endswith("model.0.weight.exp_avg")
+    else:
+        assert differ == set()
 
 
 def test_many_problems_of_one_kind_are_of_that_kind() -> None:

@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
 import hookbus
-from builtin_plugins import Optimizer
+from builtin_plugins import Loop, Optimizer
 from builtin_plugins.scheduler import plugin_for
 from hookbus.errors import MismatchError, UnattachedError
 
@@ -362,6 +362,44 @@ def test_a_fresh_optimizer_takes_its_lr_from_the_restored_scheduler(tmp_path: Pa
                 group["params"][0].grad = torch.ones(2)
             fresh.step()
             scheduler.step()
+
+
+def test_another_optimizer_goes_on_at_the_saved_step_of_the_schedule(tmp_path: Path) -> None:
+    """Source: Lightning-AI/pytorch-lightning#20552"""
+
+    def train(make: Callable[[Any], Any], stop: int, **options: Any) -> list[tuple[Any, ...]]:
+        model, loop, seen = build_model(), Loop(), []
+        optimizer = make(model.parameters())
+        scheduler = build_cosine(optimizer)
+        with hookbus.HookBus() as bus:
+            bus.attach(model=model, optimizer=optimizer, scheduler=scheduler, loop=loop)
+            report = bus.resume(tmp_path, **options).report
+            for epoch in loop.epochs(3):
+                for x in loop.batches([1.0, 2.0, 3.0, 4.0]):
+                    seen.append((epoch, loop.batch, loop.step, optimizer.param_groups[0]["lr"]))
+                    optimizer.zero_grad()
+                    (model[0] * x).square().sum().backward()
+                    optimizer.step()
+                    scheduler.step()
+                    bus.save()
+                    if loop.step == stop:
+                        return seen
+        assert report.sections["optimizer"].status == "skipped"
+        assert report.sections["loop"].status == report.sections["scheduler"].status == "restored"
+        return seen
+
+    train(lambda p: optim.Adam(p, lr=0.1), 6)
+    model = build_model()
+    reference = build_cosine(optim.Adam(model.parameters(), lr=0.1))
+    lrs = []
+    for _ in range(12):
+        lrs += reference.get_last_lr()
+        reference.optimizer.step()
+        reference.step()
+    with pytest.raises(MismatchError, match=r"pass skip=\('optimizer',\) to start it fresh"):
+        train(lambda p: optim.SGD(p, lr=0.1), 99)
+    seen = train(lambda p: optim.SGD(p, lr=0.5), 99, skip=("optimizer",))
+    assert seen == [(n // 4, n % 4 + 1, n, lrs[n]) for n in range(6, 12)]
 
 
 # -- none is forgotten --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch.utils import data
 
 import hookbus
 from builtin_plugins.streams import find_streams
-from hookbus.errors import AttachError, MismatchError
+from hookbus.errors import AttachError, CorruptCheckpointError, MismatchError
 from hookbus.registration import EVENTS
 
 MAKERS: dict[str, Callable[[int], Any]] = {
@@ -199,6 +199,54 @@ def test_skipped_streams_are_left_alone_and_the_report_says_so(tmp_path) -> None
         report = bus.resume(tmp_path, skip=("rng",)).report
         assert draw_process(3) == expected
     assert report.sections["rng"].status == "skipped"
+
+
+def test_damaged_streams_are_an_error_with_path_and_reason_and_can_be_skipped(tmp_path) -> None:
+    """Source: huggingface/accelerate#4308."""
+    with save(tmp_path) as bus:
+        path = bus.save(step=1).path / "rng.safetensors"
+    whole = path.read_bytes()
+    damage = {
+        "is damaged": whole[:-1] + bytes([whole[-1] ^ 1]),
+        f"has {len(whole) - 9} bytes, saved were {len(whole)}": whole[:-9],
+        "cannot be read: No such file": None,
+    }
+    for reason, content in damage.items():
+        if content is None:
+            path.unlink()
+        else:
+            path.write_bytes(content)
+        seed(5)
+        expected = draw_process(3)
+        seed(5)
+        with hookbus.HookBus() as bus:
+            with pytest.raises(CorruptCheckpointError) as caught:
+                bus.resume(tmp_path)
+            assert str(path) in str(caught.value)
+            assert reason in str(caught.value)
+            report = bus.resume(tmp_path, skip=("rng",)).report
+            assert draw_process(3) == expected
+        assert report.sections["rng"].status == "skipped"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "default meta"])
+def test_streams_come_back_on_the_cpu_wherever_the_model_is(device: str, tmp_path) -> None:
+    """Source: pytorch/ignite#2076."""
+    own = torch.Generator().manual_seed(3)
+    with save(tmp_path, model=torch.nn.Linear(2, 2), own=own) as bus:
+        bus.save(step=1)
+        expected = draw_process(3), draw(own, 3)
+    with torch.device("cpu" if device == "cpu" else "meta"):
+        model = torch.nn.Linear(2, 2)
+    after = torch.Generator()
+    if device == "default meta":
+        model.to_empty(device="cpu")
+    seed(5)
+    with hookbus.HookBus() as bus:
+        bus.attach(model=model, own=after)
+        with torch.device("meta" if device == "default meta" else "cpu"):
+            bus.resume(tmp_path, configure_sharded=lambda _: model.to_empty(device="cpu") and None)
+        assert (draw_process(3), draw(after, 3)) == expected
 
 
 class Draws:

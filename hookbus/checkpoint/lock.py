@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import os
@@ -64,13 +63,12 @@ class RunLock:
         """
         with _guard:
             while True:
-                with contextlib.suppress(FileNotFoundError):
-                    file = _identify(os.stat(self.path))
-                    if file in _held:
-                        self._lock(_held[file].descriptor)
-                        _held[file].holder = self
-                        self._file = file
-                        return
+                file = self._find_file()
+                if file is not None and file in _held:
+                    self._lock(_held[file].descriptor)
+                    _held[file].holder = self
+                    self._file = file
+                    return
                 if self._take_file():
                     return
 
@@ -103,10 +101,15 @@ class RunLock:
 
     def _is_there(self, file: _File) -> bool:
         """Whether the file of the lock's name is this one; none has the number of one held open."""
-        try:
-            return _identify(os.stat(self.path)) == file
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        return self._find_file() == file
+
+    def _find_file(self) -> _File | None:
+        """Return the file of the lock's name, if there is one."""
+        with refused("look for the run's lock", self.path):
+            try:
+                return _identify(os.stat(self.path))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def _take_file(self) -> bool:
         """Open and lock the file; say whether it is still the one of that name."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
+from hookbus.checkpoint.files import refused
 from hookbus.errors import CallError, HookbusError, raise_all
 
 _FOLDER = re.compile(r"step-([0-9]{8,})(?:-([1-9][0-9]*))?")
@@ -44,12 +45,17 @@ def read_folder_name(name: str) -> tuple[int, int] | None:
 
 
 def list_entries(run: Path) -> list[os.DirEntry[str]]:
-    """Return what is in a folder; one that is not there is empty."""
-    try:
-        with os.scandir(run) as entries:
-            return list(entries)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    """Return what is in a folder; one that is not there is empty.
+
+    Raises:
+        WriteError: it may not be looked into.
+    """
+    with refused("look into", run):
+        try:
+            with os.scandir(run) as entries:
+                return list(entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
 
 def folders(run: Path) -> list[Path]:

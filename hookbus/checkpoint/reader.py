@@ -270,7 +270,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         FormatError: it was written in a newer format, or says what no version writes.
     """
     folder = take_path("path", path)
-    if not (folder / NAME).exists() and folders(folder):
+    # `Path.exists` would raise a plain error for a folder that may not be looked into.
+    if not os.path.exists(folder / NAME) and folders(folder):
         raise CheckpointNotFoundError(
             f"{folder} is a run directory, not a checkpoint; pass the path of one of"
             f" hookbus.checkpoints({str(folder)!r})"
