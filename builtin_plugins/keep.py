@@ -59,12 +59,12 @@ class KeepBest(Keep):
     @metric.validator
     def _check_metric(self, attribute: object, value: object) -> None:
         if not isinstance(value, str):
-            raise CallError(f"KeepBest({value!r}): pass the name of a metric")
+            raise CallError(f"pass the name of a metric, not KeepBest({value!r})")
 
     @mode.validator
     def _check_mode(self, attribute: object, value: object) -> None:
         if value not in ("min", "max"):
-            raise CallError(f"KeepBest(mode={value!r}): pass 'min' or 'max'")
+            raise CallError(f"pass mode='min' or 'max', not {value!r}")
 
     def choose(self, checkpoints: Checkpoints) -> Checkpoints:
         nan = float("nan")

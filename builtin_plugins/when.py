@@ -107,7 +107,9 @@ class OverheadTarget(When):
     def _check(self, attribute: object, value: object) -> None:
         check_positive(f"OverheadTarget({value!r})", value)
         if self.share >= 1:
-            raise CallError(f"OverheadTarget({value!r}): pass a share of the time, such as 0.02")
+            raise CallError(
+                f"pass a share of the time, such as 0.02, not OverheadTarget({value!r})"
+            )
 
     def is_due(self, moment: Moment) -> bool:
         if moment.blocked is None or moment.writing is None:
@@ -139,7 +141,7 @@ def check_count(what: str, value: object) -> None:
         CallError: it is something else.
     """
     if type(value) is not int or value < 1:
-        raise CallError(f"{what}: pass a whole number from 1 up")
+        raise CallError(f"pass a whole number from 1 up, not {what}")
 
 
 def check_positive(what: str, value: object) -> None:
@@ -148,5 +150,6 @@ def check_positive(what: str, value: object) -> None:
     Raises:
         CallError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise CallError(f"{what}: pass a number above 0")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):  # type: ignore[operator]
+        raise CallError(f"pass a number above 0, not {what}")

@@ -249,6 +249,18 @@ class HookBus:
         saver = self._get_saver()
         return saver.save(step, Wanted.make(metrics, wait, why, tag))
 
+    def delete(self, checkpoint: Checkpoint, *, why: str = "asked") -> None:
+        """Delete a checkpoint of this run, and say so in its history.
+
+        Before that every byte of the newest one is read, once, and found right.
+
+        Raises:
+            SaveError: it is the newest, or none of this run, or the newest one is not there.
+            CorruptCheckpointError: the newest one is damaged; nothing is deleted.
+            WriteError: the disk refused.
+        """
+        self._get_saver().delete(checkpoint, why)
+
     def reach_safe_point(self, loop: object) -> None:
         """Fire ``safe_point`` and write what was asked for; called by the loop on the bus."""
         if self._saver is not None:

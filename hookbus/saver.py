@@ -22,6 +22,9 @@ from hookbus.checkpoint import (
     Section,
     Staging,
     append_record,
+    open_checkpoint,
+    read_folder_name,
+    remove_checkpoint,
     write_checkpoint,
 )
 from hookbus.errors import CallError, SaveError, WriteError
@@ -75,6 +78,7 @@ class Saver:
     _staging: Staging = attrs.field(factory=Staging, init=False)
     _background: Background | None = attrs.field(default=None, init=False)
     _saved_position: Mapping[str, Any] | None = attrs.field(default=None, init=False)
+    _verified: Path | None = attrs.field(default=None, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
     _thread: int = attrs.field(factory=threading.get_ident, init=False)
     _handled: BaseException | None = attrs.field(factory=sys.exception, init=False)
@@ -93,10 +97,7 @@ class Saver:
             SaveError: in a forked child, another thread, while an exception is handled, or when a
                 newer bus has taken the run over.
         """
-        if os.getpid() != self._process:
-            raise SaveError(
-                f"this process was forked from {self._process}, which saves; save there only"
-            )
+        self._check_process()
         if threading.get_ident() != self._thread:
             raise SaveError("save() was called from another thread than resume(); call it there")
         if (handled := self._find_exception()) is not None:
@@ -183,6 +184,27 @@ class Saver:
             return None
         finally:
             self.fire("put_streams", slot="now")
+
+    def delete(self, checkpoint: Checkpoint, why: str) -> None:
+        """Delete a checkpoint of this run; the newest must be a later one, and good."""
+        self._check_process()
+        self._check_lock()
+        path = checkpoint.path
+        if path.parent != self.run or read_folder_name(path.name) is None:
+            raise SaveError(f"{path} is no checkpoint in {self.run}, so it is not deleted")
+        found = open_checkpoint(path)
+        if found.run_id != self.run_id:
+            raise SaveError(f"{path} is of another run ({found.run_id}), so it is not deleted")
+        newest = self.last
+        if newest is None or (newest.step, newest.serial) <= (found.step, found.serial):
+            raise SaveError(f"{path} is the newest checkpoint of its run, so it is not deleted")
+        if self._verified != newest.path:
+            newest.verify()
+            newest.close()
+            self._verified = newest.path
+        remove_checkpoint(path)
+        logger.info("%s is deleted: %s", path, why)
+        self._append("delete", checkpoint=path.name, step=found.step, why=why)
 
     # -- behind training -----------------------------------------------------------------------
 
@@ -279,21 +301,23 @@ class Saver:
         seconds = time.perf_counter() - started
         checkpoint.seconds = seconds
         checkpoint.blocked = seconds if blocked is None else blocked
-        try:
-            append_record(
-                self.run,
-                "save",
-                step=checkpoint.step,
-                checkpoint=checkpoint.path.name,
-                blocked=round(checkpoint.blocked, 4),
-                seconds=round(seconds, 4),
-                bytes=sum(section.bytes for section in checkpoint.sections.values()),
-                why=checkpoint.why,
-                metrics={name: _show_number(n) for name, n in checkpoint.metrics.items()},
-            )
-        except WriteError as error:  # the checkpoint is whole all the same
-            logger.warning("the history of %s is not written: %s", self.run, error)
+        self._append(
+            "save",
+            checkpoint=checkpoint.path.name,
+            step=checkpoint.step,
+            blocked=round(checkpoint.blocked, 4),
+            seconds=round(seconds, 4),
+            bytes=sum(section.bytes for section in checkpoint.sections.values()),
+            why=checkpoint.why,
+            metrics={name: _show_number(n) for name, n in checkpoint.metrics.items()},
+        )
         return checkpoint
+
+    def _append(self, event: str, **values: Any) -> None:
+        try:
+            append_record(self.run, event, **values)
+        except WriteError as error:  # what it tells of has happened all the same
+            logger.warning("the history of %s is not written: %s", self.run, error)
 
     def _note_copied(self) -> None:
         if self.pace is not None:
@@ -314,6 +338,12 @@ class Saver:
         """Return what is being handled now and was not when the run began."""
         handled = sys.exception()
         return None if handled is self._handled else handled
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise SaveError(
+                f"this process was forked from {self._process}, which saves; save there only"
+            )
 
     def _check_lock(self) -> None:
         if self.lock.lost:

@@ -18,6 +18,8 @@ from hookbus.checkpoint.run_directory import (
     best,
     checkpoints,
     make_run_directory,
+    remove_checkpoint,
+    set_aside,
     sweep,
 )
 from hookbus.checkpoint.staging import Staging
@@ -48,6 +50,8 @@ __all__ = [
     "make_run_directory",
     "open_checkpoint",
     "read_folder_name",
+    "remove_checkpoint",
+    "set_aside",
     "sweep",
     "take_path",
     "unflatten",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
@@ -89,16 +90,49 @@ def sweep(run: Path) -> list[Path]:
     return sorted(swept)
 
 
+def remove_checkpoint(path: Path) -> None:
+    """Delete a committed checkpoint: renamed first, so that none is ever seen half.
+
+    A kill in between leaves what `sweep` removes.
+
+    Raises:
+        WriteError: the disk refused; it is whole under its name, or not seen any more.
+    """
+    hidden = path.with_name(_name_temporary(path.name))
+    files.rename_folder(path, hidden)
+    files.sync_folder(path.parent)
+    files.remove_folder(hidden)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that it is none any more, and return its new path.
+
+    Raises:
+        WriteError: the disk refused.
+    """
+    names = itertools.chain([""], (f"-{n}" for n in itertools.count(1)))
+    aside = next(
+        new for n in names if not os.path.lexists(new := path.with_name(f"damaged-{path.name}{n}"))
+    )
+    files.rename_folder(path, aside)
+    files.sync_folder(path.parent)
+    return aside
+
+
 def next_serial(run: Path, step: int) -> int:
     """Return the serial of the next checkpoint of a step: above all that have a name there."""
     names = [read_folder_name(entry.name) for entry in list_entries(run)]
     return max((serial for at, serial in filter(None, names) if at == step), default=-1) + 1
 
 
+def _name_temporary(name: str) -> str:
+    return f".{name}.{os.getpid()}-{secrets.token_hex(8)}.tmp"
+
+
 @contextlib.contextmanager
 def temporary_folder(run: Path, name: str) -> Iterator[Path]:
     """Make a hidden folder to write the checkpoint ``name`` in; remove it if that fails."""
-    path = run / f".{name}.{os.getpid()}-{secrets.token_hex(8)}.tmp"
+    path = run / _name_temporary(name)
     key = path.resolve()
     _in_hand.add(key)
     try:
