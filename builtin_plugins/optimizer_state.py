@@ -194,7 +194,8 @@ class OptimizerState:
                     set_option(group, key, option, original.get(key))
         optimizer.state, optimizer.param_groups = states, groups
         self.gradients.restore(saved["gradients"], fitting)
-        for each, called in zip(self.chain, saved["called"], strict=True):
+        # From the inside out, since a wrapper may show what the optimizer inside has.
+        for each, called in zip(self.chain[::-1], saved["called"][::-1], strict=True):
             if called != getattr(each, "_opt_called", False):
                 each._opt_called = called
         return changes

@@ -865,6 +865,31 @@ def test_a_scheduler_that_steps_first_after_a_resume_does_not_warn(
     assert begun + schedule(tmp_path / "cut", 99, early=early) == whole
 
 
+def test_a_wrapper_that_shows_everything_inside_is_not_written_to(tmp_path: Path) -> None:
+    class Shown:
+        def __init__(self, optimizer: optim.Optimizer) -> None:
+            self.__dict__["optimizer"] = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["optimizer"], name)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    def build() -> dict[str, Any]:
+        model = build_net(0)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"model": model, "optimizer": Shown(optimizer), "scheduler": scheduler}
+
+    parts = build()
+    step(parts["model"], parts["optimizer"], 0)
+    save(tmp_path, **parts)
+    parts = build()
+    resume(tmp_path, **parts)
+    parts["scheduler"].step()
+
+
 def test_it_warns_where_the_uninterrupted_run_does(tmp_path: Path) -> None:
     def build() -> dict[str, Any]:
         model = build_net(0)
