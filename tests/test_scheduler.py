@@ -433,13 +433,13 @@ def test_a_scheduler_made_later_is_found_before_saves_have_doubled(
         with pytest.raises(UnattachedError, match="LinearLR changes the lr"):
             bus.save(step=found_at)
     assert forgotten.last_epoch == 0
-    again = build_parts(SCHEDULERS["ReduceLROnPlateau"])
+    del forgotten
     with hookbus.HookBus() as bus:  # each run counts from its own resume
-        bus.attach(**again)
-        bus.resume(tmp_path)
-        also_forgotten = build_linear(again["optimizer"])
+        bus.attach(**parts)
+        bus.resume(tmp_path / "another")
+        also_forgotten = build_linear(parts["optimizer"])
         with pytest.raises(UnattachedError, match="LinearLR changes the lr"):
-            bus.save(step=found_at)
+            bus.save(step=1)
     assert also_forgotten.last_epoch == 0
 
 
