@@ -15,6 +15,7 @@ import hookbus
 from builtin_plugins.adoption import Adopted
 from builtin_plugins.data_pass import BlindPass, Pass, Repeat
 from builtin_plugins.loader import Loader
+from builtin_plugins.optimizer import Strangers
 from builtin_plugins.position import Position
 from hookbus.errors import LoopError
 
@@ -38,7 +39,7 @@ class Course:
         self.rollbacks = 0
         self.turn = 0
         self.asked_every: set[bool] = set()
-        self.strangers: set[str] = set()
+        self.strangers = Strangers()
         self.is_pending = False
         self._resumed: Mapping[str, Any] | None = None
         self._loop = weakref.ref(loop)
@@ -90,7 +91,7 @@ class Course:
         self._kind, self._limit = kind, limit
         # Ended early, and saved before that epoch's own code.
         self.finishing = self.is_finished and self._is_own and self._stands_in_epoch
-        self.strangers.clear()
+        self.strangers = Strangers()
         self._see_steps()
 
     def end_outer(self) -> None:
@@ -330,15 +331,15 @@ class Course:
         weakref.finalize(self, self._hook.remove)
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self.in_body or self.bus is None:
+        if self.bus is None or not (self.in_body or self.running):
             return
         counts = self.bus.hook.optimizer_stepped(optimizer=optimizer)
         if counts is None:
             # Attached, and its plugin is blocked: the script knows.
             counts = any(each is optimizer for each in self.bus.components.values())
             if not counts:
-                self.strangers.add(type(optimizer).__qualname__)
-        if counts and not self.stepped:
+                self.strangers.note(optimizer)
+        if counts and self.in_body and not self.stepped:
             self.stepped = True
             self.at.step += 1
 

@@ -21,11 +21,13 @@ class Gradients:
     A gradient is waiting if it was written since the optimizer's last step, and kept if the
     script may not clear it before the next one; otherwise it is spent, and only that it exists
     still matters. ``void`` says that the last step did nothing, because a gradient scaler had
-    found an overflow.
+    found an overflow; ``in_run`` that this is for a run that goes on.
     """
 
     optimizer: Optimizer
     void: bool = attrs.field(default=False, init=False)
+    in_run: bool = attrs.field(default=False, init=False)
+    _watch: weakref.finalize[Any, Gradients] | None = attrs.field(default=None, init=False)
     # By the id of the parameter, as the last step left it. A weak reference, and not the id of
     # the gradient: a new one often gets the address of the old one.
     _seen: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = attrs.field(
@@ -39,7 +41,41 @@ class Gradients:
     _zeros: set[int] = attrs.field(factory=set, init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.optimizer.register_step_post_hook(self._note_step)
+        self.watch()
+
+    def watch(self) -> None:
+        """Note the optimizer's steps from now on."""
+        if self._watch is None or not self._watch.alive:
+            handle = self.optimizer.register_step_post_hook(StepHook(weakref.ref(self)))
+            self._watch = weakref.finalize(self, handle.remove)
+
+    def release(self) -> None:
+        """Take the hook off the optimizer."""
+        self.in_run = False
+        if self._watch is not None:
+            self._watch()
+
+    def note_step(self) -> None:
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        self.void = found_inf is not None and bool(found_inf)
+        if self.void:
+            return
+        before, self._seen = self._seen, {}
+        self._same = set()
+        for parameter, gradient in self._list():
+            key = id(parameter)
+            if key in before and before[key][0]() is gradient:
+                self._same.add(key)
+            self._seen[key] = weakref.ref(gradient), gradient._version
+        self._cleared |= before.keys() - self._same
+        inexact, self._zeros = len(self._zeros & self._same), set()
+        if inexact:
+            logger.warning(
+                "not bit for bit: the gradients of %d parameters were not set to None after the "
+                "resume, and their values of before were not saved; call "
+                "optimizer.zero_grad() before each backward() that is not to add up",
+                inexact,
+            )
 
     def any_waiting(self) -> bool:
         return any(self._is_waiting(*each) for each in self._list())
@@ -96,27 +132,23 @@ class Gradients:
     def _is_kept(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._same or id(parameter) not in self._cleared
 
-    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)
-        self.void = found_inf is not None and bool(found_inf)
-        if self.void:
-            return
-        before, self._seen = self._seen, {}
-        self._same = set()
-        for parameter, gradient in self._list():
-            key = id(parameter)
-            if key in before and before[key][0]() is gradient:
-                self._same.add(key)
-            self._seen[key] = weakref.ref(gradient), gradient._version
-        self._cleared |= before.keys() - self._same
-        inexact, self._zeros = len(self._zeros & self._same), set()
-        if inexact:
-            logger.warning(
-                "not bit for bit: the gradients of %d parameters were not set to None after the "
-                "resume, and their values of before were not saved; call "
-                "optimizer.zero_grad() before each backward() that is not to add up",
-                inexact,
-            )
+
+@attrs.frozen(eq=False)
+class StepHook:
+    """Tells of a step; it does not keep alive whom it tells."""
+
+    gradients: Callable[[], Gradients | None]
+
+    def __call__(self, *_: object) -> None:
+        if (gradients := self.gradients()) is not None:
+            gradients.note_step()
+
+
+def is_in_run(optimizer: Optimizer) -> bool:
+    """Whether an open bus of this process saves this optimizer."""
+    hooks = optimizer.__dict__.get("_optimizer_step_post_hooks", {}).values()
+    told = [hook.gradients() for hook in hooks if isinstance(hook, StepHook)]
+    return any(each is not None and each.in_run for each in told)
 
 
 def _fits(gradient: torch.Tensor | None, value: torch.Tensor) -> TypeGuard[torch.Tensor]:

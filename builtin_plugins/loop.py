@@ -13,7 +13,7 @@ from builtin_plugins.forgotten import Forgotten
 from builtin_plugins.loader import Loader
 from builtin_plugins.outers import Batches, Epochs, Steps
 from builtin_plugins.streams import GENERATORS
-from hookbus.errors import LoopError, UnattachedError
+from hookbus.errors import LoopError
 
 logger = logging.getLogger("hookbus")
 
@@ -161,7 +161,7 @@ class Loop:
 
     @hookbus.hookimpl
     def check_attached(self, components: Mapping[str, object]) -> None:
-        self._check_optimizers()
+        self._course.strangers.check(components)
         if self._forgotten.is_due():
             known: list[object] = [each.component for each in self._list_loaders()]
             known += [each for each in components.values() if isinstance(each, GENERATORS)]
@@ -171,7 +171,7 @@ class Loop:
     @hookbus.hookimpl
     def save_start(self, save: hookbus.Save) -> None:
         # One may have stepped since the save was asked for.
-        self._check_optimizers()
+        self._course.strangers.check(save.components)
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
@@ -203,14 +203,6 @@ class Loop:
             )
         if not bus.resumed:
             raise LoopError(f"{method}(): call bus.resume(RUN) first, also for a fresh start")
-
-    def _check_optimizers(self) -> None:
-        if self._course.strangers:
-            names = ", ".join(sorted(self._course.strangers))
-            raise UnattachedError(
-                f"an optimizer steps in the loop's body and is not on the bus, so its state would"
-                f" be lost: {names}; add bus.attach(optimizer=…)"
-            )
 
     def _list_loaders(self) -> list[Loader]:
         plugins = self._course.get_bus().plugins

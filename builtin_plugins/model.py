@@ -15,9 +15,11 @@ from builtin_plugins.module_state import (
     compare,
     compare_frozen,
     compare_ties,
+    describe_lazy,
     find_frozen,
     fits,
     list_extra_buffers,
+    list_lazy,
     list_modules,
     list_own_loaders,
     list_tensors,
@@ -34,7 +36,7 @@ from builtin_plugins.names import (
     list_some,
     rename,
 )
-from hookbus.errors import AttachError, MismatchError
+from hookbus.errors import AttachError, MismatchError, StateError
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 
@@ -55,6 +57,11 @@ class Model:
     rename: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     trainable_only: bool = attrs.field(default=False, kw_only=True)
     kind = "model"
+
+    @hookbus.hookimpl
+    def save_start(self, save: hookbus.Save) -> None:
+        if lazy := list_lazy(self.component):
+            raise StateError(f"{save.name}: {describe_lazy(lazy, 'bus.save()')}")
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
@@ -101,6 +108,9 @@ class Model:
         if not resume.set_up:  # layers may still be built
             return
         module, rest = self.component, resume.metadata("rest").state
+        if lazy := list_lazy(module, loading=True):
+            resume.problem(describe_lazy(lazy, "bus.resume()"))
+            return
         saved = self._rename_keys(resume.metadata().state)
         live = drop_wrappers_of_keys(module, module.state_dict())
         frozen = find_frozen(module)

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from builtin_plugins.names import drop_wrappers
+from builtin_plugins.names import drop_wrappers, list_some
 
 # The loading and saving code of these leaves values alone, so they can be copied into place.
 _KNOWN_CODE = (
@@ -38,6 +39,29 @@ def list_modules(module: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 def find_frozen(module: nn.Module) -> set[str]:
     parameters = module.named_parameters(remove_duplicate=False)
     return {drop_wrappers(module, path) for path, p in parameters if not p.requires_grad}
+
+
+def list_lazy(module: nn.Module, *, loading: bool = False) -> list[str]:
+    """Name the tensors that have no shape yet; with ``loading`` those that a load gives none.
+
+    A lazy layer takes the shapes of what it loads, and no other module does, nor a buffer that is
+    not in the ``state_dict``.
+    """
+    found = []
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for key, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            is_loaded = key not in owner._non_persistent_buffers_set
+            takes_shape = loading and is_loaded and isinstance(owner, LazyModuleMixin)
+            if tensor is not None and is_lazy(tensor) and not takes_shape:
+                found.append(drop_wrappers(module, f"{path}.{key}".lstrip(".")))
+    return found
+
+
+def describe_lazy(names: list[str], when: str) -> str:
+    return (
+        f"{list_some(names)} {'has' if len(names) == 1 else 'have'} no shape yet; run one batch "
+        f"through the model before {when}, or give it its shapes in setup="
+    )
 
 
 def list_extra_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -89,6 +89,8 @@ class OptimizerState:
             "more_state": {k: v for k, v in packed["state"].items() if k not in by_position},
             "more": {k: v for k, v in packed.items() if k not in ("state", "param_groups")},
             "gradients": self.gradients.collect(names),
+            # A scheduler asks for it, and torch sets it at the first step in a process.
+            "called": [bool(getattr(each, "_opt_called", False)) for each in self.chain],
         }
 
     def describe_other_class(self, saved: Mapping[str, Any]) -> str | None:
@@ -192,6 +194,10 @@ class OptimizerState:
                     set_option(group, key, option, original.get(key))
         optimizer.state, optimizer.param_groups = states, groups
         self.gradients.restore(saved["gradients"], fitting)
+        # From the inside out, since a wrapper may show what the optimizer inside has.
+        for each, called in zip(self.chain[::-1], saved["called"][::-1], strict=True):
+            if called != getattr(each, "_opt_called", False):
+                each._opt_called = called
         return changes
 
 
@@ -296,6 +302,11 @@ def _move(value: Any, device: torch.device) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_move(member, device) for member in value)
     return value
+
+
+def describe_shape(parameter: torch.Tensor) -> str:
+    shape = _get_shape(parameter)
+    return "not known yet" if shape is None else str(shape)
 
 
 def _get_shape(parameter: torch.Tensor) -> list[int] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import pickle
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 from exact import CUT, Parts, Save, check_exact, run_bus, run_plain, seed, to_bits
 from scenes import data_scene, make_loader, training_scene
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils.data import DataLoader
 
 import hookbus
@@ -710,10 +713,136 @@ def test_an_optimizer_that_nobody_attached_refuses_the_save(start, tmp_path) -> 
     for steps in (copied.step, torch.optim.Adam(nn.Linear(1, 1).parameters()).step):
         with pytest.raises(UnattachedError) as caught:
             training.train(9, steps, training.bus.save)
-        text = "steps in the loop's body and is not on the bus, so its state would be lost: "
+        text = "an optimizer steps and is not on the bus, so its state would be lost: "
         assert text in str(caught.value)
         assert "; add bus.attach(optimizer=…)" in str(caught.value)
     assert list_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["head", "tail", "body"])
+def test_an_optimizer_that_nobody_attached_is_seen_in_the_whole_loop(
+    place: str, start, tmp_path
+) -> None:
+    training = start()
+    other = torch.optim.Adam(training.model.parameters())
+    text = re.escape("would be lost: Adam of model.weight, model.bias; add")
+    for _ in training.loop.epochs(1):
+        if place == "head":
+            other.step()
+        for x in training.loop.batches(training.loader):
+            training.step(x)
+            if place == "body":
+                other.step()
+        if place == "tail":
+            other.step()
+        assert training.loop.step == 3
+        with pytest.raises(UnattachedError, match=text):
+            training.bus.save()
+    assert list_steps(tmp_path) == []
+
+
+def test_what_steps_outside_the_body_is_no_step(start) -> None:
+    training = start()
+    for _ in training.loop.epochs(1):
+        training.step(torch.zeros(1, 2))
+        assert not training.loop.every(1)
+        for x in training.loop.batches(training.loader):
+            training.step(x)
+        training.step(x)
+    assert training.loop.step == 3
+
+
+def perturb(training: Training) -> None:
+    """Make an adversarial sample, as in a step against an attack."""
+    delta = nn.Parameter(torch.zeros(1, 2))
+    attack = torch.optim.Adam([delta])
+    training.model(delta).sum().backward()
+    attack.step()
+
+
+def adapt(training: Training) -> None:
+    """Take an inner step on a copy, as in meta-learning."""
+    copied = copy.deepcopy(training.model)
+    inner = torch.optim.SGD(copied.parameters(), lr=0.1)
+    copied(torch.ones(1, 2)).sum().backward()
+    inner.step()
+    inner.itself = inner  # only the garbage collector can free it
+
+
+def calibrate(training: Training) -> None:
+    """Fit a temperature, as after a validation."""
+    temperature = nn.Parameter(torch.ones(1))
+    fit = torch.optim.LBFGS([temperature])
+
+    def closure() -> torch.Tensor:
+        fit.zero_grad()
+        loss = (temperature - 2).square().sum()
+        loss.backward()
+        return loss
+
+    fit.step(closure)
+
+
+def fine_tune(training: Training) -> None:
+    """Train the model itself with an optimizer that is made anew each time."""
+    training.step(torch.ones(1, 2))
+    torch.optim.Adam(training.model.parameters()).step()
+
+
+@pytest.mark.parametrize("for_a_moment", [perturb, adapt, calibrate, fine_tune])
+def test_an_optimizer_that_is_gone_at_the_save_is_not_held_against_anybody(
+    for_a_moment: Callable[[Training], None], start, tmp_path
+) -> None:
+    training = start()
+    gc.disable()
+    try:
+        training.train(
+            2,
+            lambda: (for_a_moment(training), training.bus.save()),
+            lambda: (for_a_moment(training), training.bus.save()),
+        )
+    finally:
+        gc.enable()
+    assert list_steps(tmp_path) == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+def test_one_that_is_still_there_is_refused_with_the_way_out(start, tmp_path) -> None:
+    training = start()
+    kept = [torch.optim.Adam([nn.Parameter(torch.zeros(1, 2))])]
+    with pytest.raises(
+        UnattachedError,
+        match=re.escape(
+            "would be lost: Adam of parameters that belong to nothing attached; add "
+            "bus.attach(optimizer=…), and attach the module that holds its parameters too; if it "
+            "was for the moment only, let go of it before the save: del optimizer"
+        ),
+    ):
+        training.train(1, tail=lambda: (kept[0].step(), training.bus.save()))
+    kept.clear()
+    training.bus.save()
+    assert list_steps(tmp_path) == [3]
+
+
+def test_an_optimizer_outside_the_loop_is_left_alone(start, tmp_path) -> None:
+    training = start()
+    other = torch.optim.Adam(training.model.parameters())
+    other.step()
+    training.train(1)
+    other.step()
+    training.bus.save()
+    assert list_steps(tmp_path) == [3]
+
+
+def test_a_loop_leaves_no_hook_behind(start) -> None:
+    before = len(_global_optimizer_post_hooks)
+    for _ in range(2):
+        training = start()
+        training.train(2, training.bus.save)
+        training.train(3, training.bus.save)
+        assert len(_global_optimizer_post_hooks) == before + 1
+        training.bus.close()
+        assert len(_global_optimizer_post_hooks) == before
+        assert not training.optimizer._optimizer_step_post_hooks
 
 
 def test_an_optimizer_that_steps_after_the_save_was_asked_for_refuses_it_too(start) -> None:

@@ -564,6 +564,52 @@ def test_lazy_layers_take_their_shapes_from_the_checkpoint(tmp_path: Path) -> No
     assert read_bits(live) == read_bits(saved)
 
 
+class Unmade(nn.Module):
+    """A tensor without a shape, in a module that does not know how to give it one."""
+
+    def __init__(self, kind: str, *, made: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        if kind == "parameter":
+            self.weight = nn.UninitializedParameter()
+        else:
+            self.register_buffer("weight", nn.UninitializedBuffer(), persistent=kind == "buffer")
+        if made:
+            self.make()
+
+    def make(self) -> None:
+        self.weight.materialize((2,))
+        self.weight.data.fill_(3.0)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer", "extra buffer"])
+def test_tensors_without_a_shape_are_refused_with_what_to_do(tmp_path: Path, kind: str) -> None:
+    model = Unmade(kind, made=False)
+    text = "^model: weight has no shape yet; run one batch through the model before bus.{}, or give"
+    with pytest.raises(StateError, match=text.format(r"save\(\)")):
+        save(tmp_path, model=model)
+    assert hookbus.checkpoints(tmp_path) == []
+    model.make()
+    save(tmp_path, model=model)
+    live = Unmade(kind, made=False)
+    before = read_bits(live.layer)
+    with pytest.raises(MismatchError, match=text.format(r"resume\(\)")):
+        resume(tmp_path, model=live)
+    assert read_bits(live.layer) == before
+    resume(tmp_path, {"setup": lambda resume: live.make()}, model=live)
+    assert read_bits(live) == read_bits(model)
+
+
+def test_a_lazy_layer_that_saw_no_batch_is_refused_at_the_save(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(
+        StateError, match=r"model: 0\.weight, 0\.bias, .* and 1 more have no shape ye"
+    ):
+        save(tmp_path, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    model(torch.ones(2, 3))
+    save(tmp_path, model=model)
+
+
 # -- events -------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import re
 import tempfile
@@ -17,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn, optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import hookbus
-from builtin_plugins import Model, Optimizer
+from builtin_plugins import Loop, Model, Optimizer
 from builtin_plugins.optimizer import plugin_for
 from hookbus.errors import AttachError, ManyErrors, MismatchError, StateError, UnattachedError
 
@@ -672,6 +674,30 @@ def test_parameters_of_lazy_layers_get_their_shapes_and_then_their_moments(tmp_p
     assert read_bits(again, optimizer_again) == read_bits(model, optimizer)
 
 
+def test_parameters_without_a_shape_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Module, Any]:
+        model = nn.Sequential(nn.LazyLinear(2))
+        return model, optim.Adam(model.parameters())
+
+    model, optimizer = build()
+    with pytest.raises(UnattachedError, match="of shape not known yet, not known yet belong to"):
+        save(tmp_path, optimizer=optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save(tmp_path, model=model, optimizer=optimizer)
+    model, optimizer = build()
+    with pytest.raises(
+        MismatchError,
+        match=re.escape(
+            "optimizer: model.0.weight, model.0.bias have no shape yet; run one batch through the "
+            "model before bus.resume(), or give it its shapes in setup="
+        ),
+    ):
+        resume(tmp_path, {"skip": ("model",)}, model=model, optimizer=optimizer)
+    model(torch.ones(1, 3))
+    resume(tmp_path, {"skip": ("model",)}, model=model, optimizer=optimizer)
+
+
 def test_an_attached_parameter_is_enough(tmp_path: Path) -> None:
     scale = nn.Parameter(torch.ones(2))
     optimizer = optim.SGD([scale], lr=0.1, momentum=0.9)
@@ -682,6 +708,230 @@ def test_an_attached_parameter_is_enough(tmp_path: Path) -> None:
     optimizer.step()
     resume(tmp_path, scale=scale, optimizer=optimizer)
     assert spell(optimizer.state[scale]) == momentum
+
+
+# -- none is forgotten --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bus(tmp_path: Path) -> Iterator[hookbus.HookBus]:
+    """A bus with a model, resumed without a loop."""
+    with hookbus.HookBus() as bus:
+        bus.attach(model=build_net(0))
+        bus.resume(tmp_path)
+        yield bus
+
+
+FORGOTTEN = re.escape(
+    "an optimizer steps and is not on the bus, so its state would be lost: Adam of "
+    "model.0.weight, model.2.weight; add bus.attach(optimizer=…), and attach the module that holds "
+    "its parameters too; if it was for the moment only, let go of it before the save: del optimizer"
+)
+
+
+def test_without_a_loop_too_an_optimizer_that_nobody_attached_refuses_the_save(
+    bus: hookbus.HookBus, tmp_path: Path
+) -> None:
+    model: Any = bus.components["model"]
+    optimizer = optim.Adam(model.parameters())
+    bus.save(step=0)  # it has not stepped yet
+    step(model, optimizer, 0)
+    with pytest.raises(UnattachedError, match=FORGOTTEN) as kept:
+        bus.save(step=1)
+    assert len(hookbus.checkpoints(tmp_path)) == 1
+    del optimizer
+    bus.save(step=1)
+    assert kept  # as a notebook keeps the last traceback
+
+
+def test_with_nothing_attached_it_is_refused_too(tmp_path: Path) -> None:
+    with hookbus.HookBus() as bus:
+        bus.resume(tmp_path)
+        model = build_net(0)
+        optimizer = optim.SGD(model.parameters())
+        step(model, optimizer, 0)
+        with pytest.raises(UnattachedError, match="SGD of parameters that belong to nothing attac"):
+            bus.save(step=1)
+
+
+def test_an_optimizer_that_stepped_before_the_resume_alone_is_left_alone(
+    bus: hookbus.HookBus, tmp_path: Path
+) -> None:
+    model: Any = bus.components["model"]
+    optimizer = optim.Adam(model.parameters())
+    step(model, optimizer, 0)
+    bus.resume(tmp_path)
+    bus.save(step=1)
+    step(model, optimizer, 1)
+    with pytest.raises(UnattachedError, match=FORGOTTEN):
+        bus.save(step=2)
+
+
+def test_an_optimizer_that_is_gone_at_the_save_is_left_alone(bus: hookbus.HookBus) -> None:
+    model: Any = bus.components["model"]
+    gc.disable()
+    try:
+        for itself in (False, True):
+            optimizer = optim.Adam(model.parameters())
+            step(model, optimizer, 0)
+            if itself:
+                optimizer.itself = optimizer  # only the garbage collector can free it
+            del optimizer
+            bus.save(step=1)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("wrap", [lambda o: o, lambda o: [o], lambda o: Forwarding(o)])
+def test_an_optimizer_is_on_the_bus_that_is_open(
+    bus: hookbus.HookBus, tmp_path: Path, wrap: Callable[[Any], Any]
+) -> None:
+    """Two runs in one process do not mind each other, as long as both are open."""
+    model = build_net(1)
+    optimizer = optim.Adam(model.parameters())
+    with hookbus.HookBus(block=("rng",)) as other:
+        other.attach(model=model, optimizer=wrap(optimizer))
+        step(model, optimizer, 0)
+        with pytest.raises(UnattachedError, match="Adam of parameters that belong to nothing"):
+            bus.save(step=1)  # it is on the other bus, which is in no run yet
+        other.resume(tmp_path / "other")
+        bus.save(step=1)
+        other.save(step=1)
+    step(model, optimizer, 0)
+    with pytest.raises(UnattachedError, match="Adam of parameters that belong to nothing"):
+        bus.save(step=2)
+
+
+def test_a_plugin_that_was_never_registered_looks_after_nothing(bus: hookbus.HookBus) -> None:
+    model: Any = bus.components["model"]
+    plugin = Optimizer(optim.Adam(model.parameters()), strict=False)
+    step(model, plugin.component, 0)
+    with pytest.raises(UnattachedError, match=FORGOTTEN):
+        bus.save(step=1)
+
+
+def test_another_stage_looks_at_no_steps(tmp_path: Path) -> None:
+    model = build_net(0)
+    save(tmp_path, model=model)
+    before = len(_global_optimizer_post_hooks)
+    with hookbus.HookBus() as bus:
+        bus.attach(model=model)
+        bus.resume(tmp_path, stage="test")
+        assert len(_global_optimizer_post_hooks) == before
+
+
+def test_no_bus_leaves_a_hook_behind_and_none_adds_to_another(tmp_path: Path) -> None:
+    model = build_net(0)
+    optimizer = optim.SGD(model.parameters())
+    everywhere, own = _global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks
+    before = len(everywhere)
+    for number in range(3):
+        bus = hookbus.HookBus()
+        bus.attach(model=model, optimizer=optimizer)
+        for _ in range(2):
+            bus.resume(tmp_path)
+            assert (len(everywhere), len(own)) == (before + 1, 1)
+        step(model, optimizer, number)
+        bus.save(step=number)
+        bus.close()
+        assert (len(everywhere), len(own)) == (before, 0)
+    bus = hookbus.HookBus()
+    bus.attach(model=model, optimizer=optimizer)
+    bus.resume(tmp_path)
+    del bus  # as a notebook does
+    gc.collect()
+    assert (len(everywhere), len(own)) == (before, 0)
+
+
+def test_a_plugin_that_goes_on_to_another_bus_notes_steps_there(tmp_path: Path) -> None:
+    model = build_net(0)
+    plugin = Optimizer(optim.SGD(model.parameters()))
+    for run in ("first", "second"):
+        with hookbus.HookBus() as bus:
+            put_on_bus(bus, {"model": model, "optimizer": plugin})
+            bus.resume(tmp_path / run)
+            step(model, plugin.component, 0)
+            assert bus.hook.gradients_waiting() == [False]
+
+
+# -- schedulers ask whether it stepped ----------------------------------------------------------
+
+
+def schedule(run: Path | None, stop: int, *, early: int | None) -> list[float]:
+    """Train in batches, with a scheduler that steps at the end of an epoch of two batches.
+
+    With ``early`` it steps there in the body, in front of the optimizer.
+    """
+    model = build_net(0)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    lrs = []
+    with hookbus.HookBus() as bus:
+        loop = Loop()
+        bus.attach(model=model, optimizer=optimizer, scheduler=scheduler, loop=loop)
+        bus.resume(run)
+        for _ in loop.epochs(2):
+            for x in loop.batches([0, 1]):
+                if loop.batch == early:
+                    scheduler.step()
+                step(model, optimizer, x)
+                lrs.append(optimizer.param_groups[0]["lr"])
+                if loop.step == stop:
+                    bus.save()
+                    return lrs
+            if early is None:
+                scheduler.step()
+    return lrs
+
+
+@pytest.mark.parametrize(("early", "cut"), [(None, 2), (2, 1)])
+def test_a_scheduler_that_steps_first_after_a_resume_does_not_warn(
+    tmp_path: Path, early: int | None, cut: int
+) -> None:
+    """Source: Lightning-AI/pytorch-lightning#5558"""
+    whole = schedule(tmp_path / "whole", 99, early=early)
+    begun = schedule(tmp_path / "cut", cut, early=early)
+    assert begun + schedule(tmp_path / "cut", 99, early=early) == whole
+
+
+def test_a_wrapper_that_shows_everything_inside_is_not_written_to(tmp_path: Path) -> None:
+    class Shown:
+        def __init__(self, optimizer: optim.Optimizer) -> None:
+            self.__dict__["optimizer"] = optimizer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["optimizer"], name)
+
+        def __setattr__(self, name: str, value: object) -> None:
+            raise AttributeError(name)
+
+    def build() -> dict[str, Any]:
+        model = build_net(0)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"model": model, "optimizer": Shown(optimizer), "scheduler": scheduler}
+
+    parts = build()
+    step(parts["model"], parts["optimizer"], 0)
+    save(tmp_path, **parts)
+    parts = build()
+    resume(tmp_path, **parts)
+    parts["scheduler"].step()
+
+
+def test_it_warns_where_the_uninterrupted_run_does(tmp_path: Path) -> None:
+    def build() -> dict[str, Any]:
+        model = build_net(0)
+        optimizer = optim.SGD(model.parameters(), lr=0.1)
+        scheduler = optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    save(tmp_path, **build())
+    parts = build()
+    step(parts["model"], parts["optimizer"], 0)  # rolled back
+    resume(tmp_path, **parts)
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        parts["scheduler"].step()
 
 
 # -- lists and wrappers -------------------------------------------------------------------------

@@ -444,17 +444,41 @@ def test_schedulers_of_optimizers_that_are_not_attached_are_left_alone(tmp_path:
     assert other.last_epoch == 0
 
 
-def test_a_plateau_leaves_no_mark_and_is_found_a_few_saves_later(tmp_path: Path) -> None:
+def test_a_plateau_leaves_no_mark_and_is_found_at_the_first_save(tmp_path: Path) -> None:
     parts = build_parts(SCHEDULERS["ReduceLROnPlateau"])
     forgotten = parts.pop("scheduler")
+    with pytest.raises(UnattachedError, match="ReduceLROnPlateau changes the lr") as kept:
+        save(tmp_path, **parts)
+    assert forgotten.last_epoch == 0
+    del forgotten
+    save(tmp_path, **parts)
+    assert kept  # as a notebook keeps the last traceback
+
+
+@pytest.mark.parametrize(("before", "found_at"), [(0, 1), (1, 2), (2, 4), (5, 8)])
+def test_a_scheduler_made_later_is_found_before_saves_have_doubled(
+    before: int, found_at: int, tmp_path: Path
+) -> None:
+    parts = build_parts(SCHEDULERS["ReduceLROnPlateau"])
     with hookbus.HookBus() as bus:
         bus.attach(**parts)
         bus.resume(tmp_path)
-        for number in range(1, 5):
+        for number in range(before):
             bus.save(step=number)
-        with pytest.raises(UnattachedError, match="ReduceLROnPlateau changes the lr"):
-            bus.save(step=5)
+        forgotten = build_linear(parts["optimizer"])
+        for number in range(before, found_at - 1):
+            bus.save(step=number)
+        with pytest.raises(UnattachedError, match="LinearLR changes the lr"):
+            bus.save(step=found_at)
     assert forgotten.last_epoch == 0
+    del forgotten
+    with hookbus.HookBus() as bus:  # each run counts from its own resume
+        bus.attach(**parts)
+        bus.resume(tmp_path / "another")
+        also_forgotten = build_linear(parts["optimizer"])
+        with pytest.raises(UnattachedError, match="LinearLR changes the lr"):
+            bus.save(step=1)
+    assert also_forgotten.last_epoch == 0
 
 
 @pytest.mark.parametrize("component", [schedulers.StepLR, [], [1], {}, object(), build_model()])
