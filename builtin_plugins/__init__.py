@@ -2,6 +2,7 @@
 
 from builtin_plugins.callbacks import Callbacks
 from builtin_plugins.datamodule import DataModule
+from builtin_plugins.keep import KeepBest, KeepEvery, KeepLast, KeepTagged
 from builtin_plugins.loader import Loader
 from builtin_plugins.loop import Loop
 from builtin_plugins.model import Model
@@ -9,21 +10,32 @@ from builtin_plugins.optimizer import Optimizer
 from builtin_plugins.precision import Precision
 from builtin_plugins.progress import Progress
 from builtin_plugins.rng import AttachedGenerator, Rng
+from builtin_plugins.save_policy import SavePolicy
 from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
+from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, OverheadTarget
 
 __all__ = [
     "AttachedGenerator",
     "Callbacks",
     "DataModule",
+    "EveryEpochs",
+    "EverySeconds",
+    "EverySteps",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepTagged",
     "Loader",
     "Loop",
     "Model",
     "Optimizer",
+    "OverheadTarget",
     "Precision",
     "Progress",
     "Rng",
+    "SavePolicy",
     "Scheduler",
     "Stateful",
     "Strategy",

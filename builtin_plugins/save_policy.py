@@ -37,6 +37,7 @@ class SavePolicy:
         self._checkpoints: list[hookbus.Checkpoint] = []
         self._step_before = 0
         self._saved_at = 0.0
+        self._saving = False
         self._blocked: float | None = None
         self._writing: float | None = None
 
@@ -64,6 +65,7 @@ class SavePolicy:
             epoch=loop.epoch,
             epoch_ended=loop.position["where"] == "tail",
             seconds=time.monotonic() - self._saved_at,
+            saving=self._saving,
             blocked=self._blocked,
             writing=self._writing,
         )
@@ -73,10 +75,11 @@ class SavePolicy:
 
     @hookbus.hookimpl
     def save_start(self, save: hookbus.Save) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at, self._saving = time.monotonic(), True
 
     @hookbus.hookimpl
     def save_end(self, checkpoint: hookbus.Checkpoint) -> None:
+        self._saving = False
         self._blocked, self._writing = checkpoint.blocked, checkpoint.seconds
         if self._keep is None or self._bus is None or (bus := self._bus()) is None:
             return

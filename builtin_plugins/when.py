@@ -12,8 +12,9 @@ class Moment:
     """A safe point, as a rule sees it.
 
     ``step_before`` is the step at the safe point before this one. ``seconds`` have passed since
-    the state was last saved. ``blocked`` is how many seconds training stood still for the last
-    save, ``writing`` how many it took in all; ``None`` where no save was measured yet.
+    the state was last saved, and ``saving`` says that it is still being written. ``blocked`` is
+    how many seconds training stood still for the last save, ``writing`` how many it took in all;
+    ``None`` where no save was measured yet.
     """
 
     step: int
@@ -21,6 +22,7 @@ class Moment:
     epoch: int
     epoch_ended: bool
     seconds: float
+    saving: bool
     blocked: float | None
     writing: float | None
 
@@ -113,7 +115,7 @@ class OverheadTarget(When):
 
     def is_due(self, moment: Moment) -> bool:
         if moment.blocked is None or moment.writing is None:
-            return moment.step > 0
+            return moment.step > 0 and not moment.saving
         return moment.seconds >= max(moment.blocked / self.share, moment.writing)
 
     def __str__(self) -> str:

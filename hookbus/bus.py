@@ -51,7 +51,7 @@ class HookBus:
         self._loop: Pace | None = None
         self._saver: Saver | None = None
         self._lock: RunLock | None = None
-        self._closed = False
+        self._closed = self._rolls_back = False
         self._plugins = Plugins(self, load_plugins=load_plugins, block=block)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -176,9 +176,12 @@ class HookBus:
           ``init_only``, which default to ``("model",)``; ignored once this run has a checkpoint;
         - ``setup(resume)``, ``configure_sharded(resume)``: called in their events; what the
           latter returns takes the model's place;
-        - ``verify``: ``"hashes"`` reads every byte before the first change, ``"sizes"`` does not.
+        - ``verify``: ``"hashes"`` reads every byte before the first change, ``"sizes"`` does not;
+        - ``fallback``: whether to go on from the newest good checkpoint where newer ones are
+          damaged, which are renamed and stay; only with ``"fit"`` and without ``step``.
 
-        Called again it rolls the run back to the newest checkpoint.
+        Called again it rolls the run back to the newest checkpoint; where there is none,
+        components keep the values that they have.
 
         Raises:
             CheckpointNotFoundError, CorruptCheckpointError, FormatError: on disk.
@@ -303,6 +306,7 @@ class HookBus:
             raise BusError("this bus was closed; make a new one")
         request = Request.make(options)
         path = check_run(run)
+        self._rolls_back = self._saver is not None and self._saver.run == path
         if self._saver is not None:
             self._saver.finish()
         for each in EVENTS:
@@ -311,7 +315,8 @@ class HookBus:
             if not path.exists():
                 choose(path, request)  # refuses before a folder is made
             self._take_lock(path)
-        checkpoint, fresh = choose(path, request)
+        choice = choose(path, request)
+        checkpoint, fresh = choice.checkpoint, choice.fresh
         resume = Resume(
             run=path,
             request=request,
@@ -328,6 +333,7 @@ class HookBus:
             fire=self._fire_by_name,
             may_grow=by_script or bool(request.setup or request.configure_sharded),
             blocked=self.blocked,
+            damaged=choice.damaged,
         )
         self._saver = None
         self._plugins.resume = resume
@@ -360,8 +366,9 @@ class HookBus:
                 pace=self._loop,
             )
             self._saver.note_position()
+            self._saver.note_start(resume)
             warn_at_exit(self, self._saver.asked)
-        say(describe_start(resume))
+        say(describe_start(resume, again=self._rolls_back))
         if checkpoint is not None:
             checkpoint.close()
 

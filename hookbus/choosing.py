@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+import attrs
 
 from hookbus.checkpoint import (
     Checkpoint,
-    checkpoints,
-    folders,
     open_checkpoint,
     read_folder_name,
     take_path,
 )
+from hookbus.checkpoint import folders as list_folders
 from hookbus.checkpoint.files import refused
 from hookbus.errors import (
     CallError,
@@ -53,56 +55,105 @@ def _check_kind(path: Path) -> None:
         raise CallError(f"{path} is a file; pass the run directory, which need not exist yet")
 
 
-def choose(run: Path, request: Request) -> tuple[Checkpoint | None, bool]:
-    """Return the checkpoint to read from, if any, and whether the run itself is fresh.
+@attrs.frozen(eq=False)
+class Choice:
+    """What a resume reads from, if anything, and whether the run itself is fresh.
+
+    ``damaged`` are newer checkpoints that were passed over, with what is wrong with each.
+    """
+
+    checkpoint: Checkpoint | None
+    fresh: bool
+    damaged: Mapping[Path, CorruptCheckpointError] = attrs.field(factory=dict)
+
+
+def choose(run: Path, request: Request) -> Choice:
+    """Choose the checkpoint to read from.
 
     Raises:
         CheckpointNotFoundError: what was asked for is not there.
         CorruptCheckpointError: the one to take is damaged; the newest good one is named.
         ResumeError: an older step than the newest, which would leave two futures in one run.
     """
-    candidates = sorted(folders(run), key=_read_place)
+    folders = _list_folders(run)
     if request.step is not None:
-        return _choose_step(run, request, candidates), False
-    if candidates:
-        return _open(run, candidates[-1]), False
+        return Choice(_choose_step(run, request, folders), fresh=False)
+    if folders and request.may_fall_back:
+        return _open_newest(folders)
+    if folders:
+        return Choice(_open(folders[-1]), fresh=False)
     if request.stage != "fit":
         raise CheckpointNotFoundError(
             f"{run} holds no checkpoint, and stage={request.stage!r} needs one"
         )
     if request.init_from is not None:
-        return _open_source(Path(request.init_from)), True
-    return None, True
+        return Choice(_open_source(Path(request.init_from)), fresh=True)
+    return Choice(None, fresh=True)
 
 
-def find_way_out(checkpoint: Path) -> str:
-    """Say what to do about a damaged checkpoint."""
-    good = [each for each in checkpoints(checkpoint.parent) if each.path != checkpoint]
-    if not good:
-        return f"there is no other checkpoint in {checkpoint.parent}"
-    return (
-        f"the newest other one is of step {good[-1].step}; to go on from it, move {checkpoint} out"
-        " of the run directory"
+def choose_older(than: Path) -> Choice:
+    """Choose the newest checkpoint of the same run that is older, since this one is damaged.
+
+    Raises:
+        CorruptCheckpointError: there is none, or all are damaged.
+    """
+    folders = _list_folders(than.parent)
+    return _open_newest(folders[: folders.index(than)])
+
+
+def find_way_out(checkpoint: Path, wanted: Collection[str] | None = None) -> str:
+    """Say what to do about a damaged checkpoint: which is the newest good one.
+
+    ``wanted`` are the sections that matter; every byte of them is read.
+    """
+    for folder in reversed(_list_folders(checkpoint.parent)):
+        if folder == checkpoint:
+            continue
+        try:
+            other = open_checkpoint(folder)
+            there = other.sections if wanted is None else set(wanted) & set(other.sections)
+            other.verify(there)
+        except CheckpointError:
+            continue
+        return (
+            f"the newest good one is of step {other.step}; to go on from it, move {checkpoint} out"
+            " of the run directory"
+        )
+    return f"there is no other good checkpoint in {checkpoint.parent}"
+
+
+def _open_newest(folders: Sequence[Path]) -> Choice:
+    damaged: dict[Path, CorruptCheckpointError] = {}
+    for folder in reversed(folders):
+        try:
+            return Choice(open_checkpoint(folder), fresh=False, damaged=damaged)
+        except CorruptCheckpointError as error:
+            damaged[folder] = error
+    if not damaged:
+        raise CorruptCheckpointError("there is no older checkpoint")
+    raise CorruptCheckpointError(
+        "; ".join(map(str, damaged.values())) + "; there is no other checkpoint, and nothing was"
+        " moved"
     )
 
 
-def _choose_step(run: Path, request: Request, candidates: list[Path]) -> Checkpoint:
-    steps = [_read_place(folder)[0] for folder in candidates]
+def _choose_step(run: Path, request: Request, folders: Sequence[Path]) -> Checkpoint:
+    steps = [_read_place(folder)[0] for folder in folders]
     if request.step not in steps:
         near = sorted({*steps}, key=lambda step: abs(step - (request.step or 0)))[:3]
         there = f"; the nearest are {', '.join(map(str, sorted(near)))}" if near else ""
         raise CheckpointNotFoundError(f"{run} has no checkpoint of step {request.step}{there}")
-    wanted = candidates[len(steps) - 1 - steps[::-1].index(request.step)]
-    if request.stage == "fit" and wanted != candidates[-1]:
+    wanted = folders[len(steps) - 1 - steps[::-1].index(request.step)]
+    if request.stage == "fit" and wanted != folders[-1]:
         raise ResumeError(
             f"step {request.step} is older than the newest, {steps[-1]}, and a run has one future;"
             " start a run of its own from it:"
             f" resume(NEW, init_from={str(wanted)!r}, init_only=('*',))"
         )
-    return _open(run, wanted)
+    return _open(wanted)
 
 
-def _open(run: Path, path: Path) -> Checkpoint:
+def _open(path: Path) -> Checkpoint:
     try:
         return open_checkpoint(path)
     except CorruptCheckpointError as error:
@@ -114,12 +165,17 @@ def _open_source(source: Path) -> Checkpoint:
         is_checkpoint = (source / "manifest.json").is_file()
     if is_checkpoint:
         return open_checkpoint(source)
-    candidates = sorted(folders(source), key=_read_place)
-    if not candidates:
+    folders = _list_folders(source)
+    if not folders:
         raise CheckpointNotFoundError(
             f"init_from={str(source)!r} is neither a checkpoint nor a run that holds one"
         )
-    return _open(source, candidates[-1])
+    return _open(folders[-1])
+
+
+def _list_folders(run: Path) -> list[Path]:
+    """Return the folders of a run's checkpoints, oldest first by their manifests."""
+    return sorted(list_folders(run), key=lambda folder: (*_read_place(folder), folder.name))
 
 
 def _read_place(folder: Path) -> tuple[int, int]:

@@ -186,10 +186,11 @@ def safe_point(loop: Any) -> None:
 
 @hookspec(firstresult=True)
 def optimizer_stepped(optimizer: object) -> bool | None:
-    """Ask who looks after an optimizer that has just stepped inside the loop's body.
+    """Ask who looks after an optimizer that has just stepped while the loop runs.
 
     Answer ``True`` if it is yours and the step counts, ``False`` if it is yours and the step was
-    void (a gradient scaler found an overflow), ``None`` if it is not yours.
+    void (a gradient scaler found an overflow), ``None`` if it is not yours. Only steps inside a
+    body are counted.
     """
 
 

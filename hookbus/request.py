@@ -33,6 +33,7 @@ class Options(TypedDict, total=False):
     setup: SetUp | None
     configure_sharded: Shard | None
     verify: Literal["hashes", "sizes"]
+    fallback: bool
 
 
 STAGES = ("fit", "validate", "test", "predict")
@@ -47,10 +48,12 @@ def _check_words(instance: object, attribute: attrs.Attribute[Any], value: objec
         raise CallError(f"{attribute.name}={value!r}: pass a tuple of names or shell patterns")
 
 
-def _check_choice(*choices: str) -> Callable[[object, attrs.Attribute[Any], object], None]:
+def _check_choice(*choices: object) -> Callable[[object, attrs.Attribute[Any], object], None]:
     def check(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
         if value not in choices:
-            raise CallError(f"{attribute.name}={value!r}: pass one of {', '.join(choices)}")
+            raise CallError(
+                f"{attribute.name}={value!r}: pass one of {', '.join(map(str, choices))}"
+            )
 
     return check
 
@@ -81,6 +84,12 @@ class Request:
     verify: Literal["hashes", "sizes"] = attrs.field(
         default="hashes", validator=_check_choice("hashes", "sizes")
     )
+    fallback: bool = attrs.field(default=True, validator=_check_choice(True, False))
+
+    @property
+    def may_fall_back(self) -> bool:
+        """Whether an older checkpoint may be taken where the newest is damaged."""
+        return self.fallback and self.stage == "fit" and self.step is None
 
     @classmethod
     def make(cls, options: Options) -> Request:

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from hookbus.checkpoint import Checkpoint, Metadata
+from hookbus.choosing import Choice
 from hookbus.errors import (
     AttachError,
     CallError,
@@ -50,10 +51,12 @@ class Resume:
     _fire: Callable[..., Any] = attrs.field(repr=False, alias="fire")
     _may_grow: bool = attrs.field(repr=False, alias="may_grow")
     _blocked: frozenset[str] = attrs.field(repr=False, alias="blocked")
+    damaged: Mapping[Path, HookbusError] = attrs.field(factory=dict, repr=False)
     sequence: Sequence = attrs.field(factory=Sequence, repr=False, init=False)
     _asking: list[Registered] = attrs.field(factory=list, repr=False, init=False)
     _problems: list[HookbusError] = attrs.field(factory=list, repr=False, init=False)
     event: str | None = attrs.field(default=None, repr=False, init=False)
+    changes: list[str] = attrs.field(factory=list, repr=False, init=False)
     _read: set[str] = attrs.field(factory=set, repr=False, init=False)
     _took: dict[str, tuple[str, float]] = attrs.field(factory=dict, repr=False, init=False)
 
@@ -260,6 +263,12 @@ class Resume:
         self._asking.pop()
         if entry.name in self._read and entry.name not in self._took:
             self._took[entry.name] = (event, seconds)
+
+    def fall_back(self, choice: Choice) -> None:
+        """Read from an older checkpoint, since the one that was chosen is damaged."""
+        assert choice.checkpoint is not None
+        self.checkpoint = choice.checkpoint
+        self.report.checkpoint, self.report.step = str(choice.checkpoint.path), self.step
 
     def complete_report(self) -> None:
         """Say what became of each section of the checkpoint and of each plugin that saves."""

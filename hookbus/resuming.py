@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from hookbus.checkpoint import Checkpoint
-from hookbus.choosing import find_way_out
+from hookbus.checkpoint import Checkpoint, append_record, set_aside
+from hookbus.choosing import choose_older, find_way_out
 from hookbus.errors import CallError, CorruptCheckpointError
 from hookbus.logs import logger
 from hookbus.plugins import Plugins
@@ -56,13 +56,14 @@ def abandon(resume: Resume, where: str) -> None:
         resume.checkpoint.close()
 
 
-def describe_start(resume: Resume) -> str:
-    """Return the one line that says where the run goes on."""
+def describe_start(resume: Resume, *, again: bool) -> str:
+    """Return the one line that says where the run goes on; ``again``: this bus was in it."""
     run = resume.run
     if run.is_relative_to(Path.cwd()):
         run = run.relative_to(Path.cwd())
     if resume.checkpoint is None:
-        return f"{run} holds no checkpoint yet: a fresh start"
+        start = f"{run} holds no checkpoint yet: a fresh start"
+        return start + (", with the values that components have by now" if again else "")
     if resume.fresh:
         return f"{run} holds no checkpoint yet: a warm start from {resume.checkpoint.path}"
     if resume.stage != "fit":
@@ -76,7 +77,7 @@ def _get_ready(event: str, resume: Resume, plugins: Plugins, watch: Watch) -> No
     if resume.checkpoint is None:
         return
     if event == "resume_start":
-        _verify(resume, resume.checkpoint, watch)
+        _find_good(resume, watch)
     elif event in RESTORE_EVENTS and event not in resume.sequence.skippable:
         final = "restore_training_state" if resume.stage == "fit" else "restore_model"
         last = event == final or resume.grown_up
@@ -99,17 +100,51 @@ def _follow_up(
             resume.complete_report()
 
 
+def _find_good(resume: Resume, watch: Watch) -> None:
+    """Verify the checkpoint; if it is damaged, take the newest good one and move this one aside.
+
+    Nothing is moved before a good one is found.
+
+    Raises:
+        CorruptCheckpointError: none is good, or only this one may be taken.
+    """
+    damaged = dict(resume.damaged)
+    while True:
+        assert resume.checkpoint is not None
+        path = resume.checkpoint.path
+        try:
+            _verify(resume, resume.checkpoint, watch)
+            break
+        except CorruptCheckpointError as error:
+            if not resume.request.may_fall_back or resume.fresh:
+                way_out = find_way_out(path, resume.list_wanted())
+                raise CorruptCheckpointError(f"{error}; {way_out}") from error
+            damaged[path] = error
+        try:
+            choice = choose_older(path)
+        except CorruptCheckpointError as error:
+            texts = [*map(str, damaged.values()), f"{error}, and nothing was moved"]
+            raise CorruptCheckpointError("; ".join(texts)) from error
+        damaged.update(choice.damaged)
+        resume.fall_back(choice)
+    for path, fault in damaged.items():
+        aside = set_aside(path)
+        text = f"{path.name} is damaged and was moved to {aside.name}: {fault}"
+        resume.report.note(text)
+        logger.warning("%s: %s", resume.run, text)
+        append_record(
+            resume.run, "fallback", checkpoint=path.name, moved_to=aside.name, why=str(fault)
+        )
+
+
 def _verify(resume: Resume, checkpoint: Checkpoint, watch: Watch) -> None:
     wanted = resume.list_wanted()
     total = sum(checkpoint.sections[name].bytes for name in wanted)
-    try:
-        if resume.request.verify == "sizes":
-            checkpoint.verify(wanted, hashes=False)
-        else:
-            with watch("verifying", checkpoint.path, checkpoint.step, total) as on_bytes:
-                checkpoint.verify(wanted, on_bytes=on_bytes)
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"{error}; {find_way_out(checkpoint.path)}") from error
+    if resume.request.verify == "sizes":
+        checkpoint.verify(wanted, hashes=False)
+    else:
+        with watch("verifying", checkpoint.path, checkpoint.step, total) as on_bytes:
+            checkpoint.verify(wanted, on_bytes=on_bytes)
 
 
 def _check(resume: Resume, plugins: Plugins, *, last: bool) -> None:
@@ -171,6 +206,7 @@ def _note_changes(resume: Resume, checkpoint: Checkpoint) -> None:
         return
     changes = list_changes(checkpoint.settings, read_settings())
     changes += list_changes(checkpoint.versions, read_versions())
+    resume.changes = changes
     if changes:
         text = f"not bit for bit: {', '.join(changes)}"
         resume.report.note(text)

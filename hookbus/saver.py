@@ -30,6 +30,7 @@ from hookbus.checkpoint import (
 from hookbus.errors import CallError, SaveError, WriteError
 from hookbus.logs import logger
 from hookbus.registration import Registered
+from hookbus.resume import Resume
 from hookbus.save import Save
 from hookbus.settings import read_settings, read_versions
 
@@ -89,6 +90,19 @@ class Saver:
     def note_position(self) -> None:
         """Remember that nothing has been counted since the save or resume that ends here."""
         self._saved_position = dict(self.pace.position) if self.pace else None
+
+    def note_start(self, resume: Resume) -> None:
+        """Write into the history how the run starts this time."""
+        how = "resumed" if not resume.fresh else "warm" if resume.checkpoint else "fresh"
+        self._append(
+            "start",
+            how=how,
+            step=resume.step,
+            checkpoint=str(resume.checkpoint.path) if resume.checkpoint else None,
+            run_id=self.run_id,
+            changes=resume.changes,
+            versions=dict(read_versions()),
+        )
 
     def check_moment(self) -> None:
         """Refuse a save at a moment at which the state may not be whole.
