@@ -8,6 +8,7 @@ from builtin_plugins.loop import Loop
 from builtin_plugins.model import Model
 from builtin_plugins.optimizer import Optimizer
 from builtin_plugins.precision import Precision
+from builtin_plugins.preemption import Preemption
 from builtin_plugins.progress import Progress
 from builtin_plugins.rng import AttachedGenerator, Rng
 from builtin_plugins.save_policy import SavePolicy
@@ -33,6 +34,7 @@ __all__ = [
     "Optimizer",
     "OverheadTarget",
     "Precision",
+    "Preemption",
     "Progress",
     "Rng",
     "SavePolicy",

@@ -1,0 +1,239 @@
+"""A signal ends the run at a safe point, saved, with a status that tells."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exact import digest, seed
+from keepers import make_bus
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import hookbus
+from builtin_plugins import EverySteps, Loop, Preemption, SavePolicy
+from hookbus.errors import CallError
+
+WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
+
+
+@pytest.fixture(autouse=True)
+def former() -> Iterator[list[Any]]:
+    """Every test leaves the handlers as they were."""
+    before = [signal.getsignal(number) for number in WATCHED]
+    yield before
+    assert [signal.getsignal(number) for number in WATCHED] == before
+
+
+def train(
+    run: Path,
+    *plugins: object,
+    kill: tuple[int, signal.Signals] | None = None,
+    epochs: int = 3,
+    seed_number: int = 0,
+) -> list[Any]:
+    """Train with dropout; send a signal in the body of a step, before it steps."""
+    seed(seed_number)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(TensorDataset(torch.arange(16.0).view(8, 2)), batch_size=2, shuffle=True)
+    loop = Loop()
+    with hookbus.HookBus() as bus:
+        for plugin in plugins:
+            bus.register(plugin)
+        bus.attach(model=model, optimizer=optimizer, data=loader, loop=loop)
+        bus.resume(run)
+        for _ in loop.epochs(epochs):
+            for (x,) in loop.batches(loader):
+                if kill is not None and loop.step == kill[0]:
+                    os.kill(os.getpid(), kill[1])
+                optimizer.zero_grad()
+                model(x).sum().backward()
+                optimizer.step()
+    return digest({"model": model, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize(
+    ("number", "options", "status"),
+    [
+        (signal.SIGTERM, {}, 143),
+        (signal.SIGUSR1, {}, 138),
+        (signal.SIGUSR2, {"signals": (signal.SIGUSR2,)}, 140),
+        (signal.SIGINT, {"on_interrupt": True}, 130),
+    ],
+)
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_signal_saves_once_at_the_next_safe_point_and_ends_with_its_status(
+    number: signal.Signals, options: dict[str, Any], status: int, behind: bool, tmp_path: Path
+) -> None:
+    """Source: Lightning-AI/pytorch-lightning#21406."""
+    expected = train(tmp_path / "whole")
+    policy = [SavePolicy(when=EverySteps(2))] if behind else []
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path / "run", *policy, Preemption(**options), kill=(5, number))
+    assert ended.value.code == status
+    saved = hookbus.checkpoints(tmp_path / "run")
+    assert [each.step for each in saved] == ([2, 4, 6] if behind else [6])
+    assert number.name in saved[-1].why
+    assert train(tmp_path / "run", Preemption(), seed_number=9) == expected
+
+
+def test_what_was_asked_for_in_the_same_body_is_in_the_one_save(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        train(
+            tmp_path,
+            SavePolicy(when=EverySteps(3)),
+            Preemption(),
+            kill=(2, signal.SIGTERM),
+        )
+    (saved,) = hookbus.checkpoints(tmp_path)
+    assert (saved.step, saved.why) == (3, "every 3 steps, SIGTERM")
+
+
+def test_handlers_are_there_while_the_run_is_and_the_former_ones_are_put_back(
+    former: list[Any], tmp_path: Path
+) -> None:
+    heard: list[int] = []
+    own = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    bus = make_bus(preemption=Preemption(signals=(signal.SIGUSR2,)))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    bus.resume(tmp_path, stage="fit")
+    bus.resume(tmp_path)  # again
+    bus.close()
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert heard == [signal.SIGUSR2] * 2
+    signal.signal(signal.SIGUSR2, own)
+
+
+def test_another_stage_leaves_the_handlers_alone(former: list[Any], tmp_path: Path) -> None:
+    with make_bus() as bus:
+        bus.resume(tmp_path)
+        bus.save(step=1)
+    with make_bus(preemption=Preemption()) as bus:
+        bus.resume(tmp_path, stage="test")
+        assert [signal.getsignal(number) for number in WATCHED] == former
+
+
+def test_one_that_comes_after_the_last_safe_point_is_handed_on(tmp_path: Path) -> None:
+    heard: list[int] = []
+    own = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    preemption = Preemption(signals=(signal.SIGUSR2,))
+    with make_bus(preemption=preemption) as bus:
+        bus.resume(tmp_path)
+        assert preemption.caught is None
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert preemption.caught is signal.SIGUSR2
+        assert heard == []
+    assert heard == [signal.SIGUSR2]
+    signal.signal(signal.SIGUSR2, own)
+
+
+def test_a_forked_child_does_not_save(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    with make_bus(preemption=Preemption()) as bus:
+        bus.resume(tmp_path)
+        child = os.fork()
+        if child == 0:
+            os.write(write, b"ready")
+            os.read(read, 0)
+            threading.Event().wait(60)
+            os._exit(0)
+        assert os.read(read, 5) == b"ready"
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        assert os.WTERMSIG(status) == signal.SIGTERM
+    assert hookbus.checkpoints(tmp_path) == []
+
+
+def test_outside_the_main_thread_it_is_refused(tmp_path: Path) -> None:
+    caught: list[BaseException] = []
+
+    def resume() -> None:
+        with make_bus(preemption=Preemption()) as bus:
+            try:
+                bus.resume(tmp_path)
+            except CallError as error:
+                caught.append(error)
+
+    thread = threading.Thread(target=resume)
+    thread.start()
+    thread.join()
+    assert "signals can only be heeded in the main thread" in str(caught[0])
+
+
+def test_a_grace_that_is_too_short_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path, SavePolicy(when=EverySteps(1)), Preemption(grace=1e-6))
+    texts = [text for text in caplog.messages if text.startswith("grace=1e-06 is too short")]
+    assert len(texts) == 1
+    assert "a save" in texts[0]
+    caplog.clear()
+    train(tmp_path / "other", SavePolicy(when=EverySteps(1)), Preemption(grace=600))
+    assert not [text for text in caplog.messages if "grace" in text]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"signals": 15}, "signals=15: pass a tuple such as (signal.SIGTERM,)"),
+        ({"signals": (0,)}, "signals=(0,): pass a tuple such as (signal.SIGTERM,)"),
+        ({"grace": "30s"}, "grace='30s': pass seconds, or None"),
+    ],
+)
+def test_wrong_arguments_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CallError) as caught:
+        Preemption(**options)
+    assert str(caught.value) == message
+
+
+SCRIPT = """
+import os, signal, sys, torch
+import hookbus
+from builtin_plugins import Loop, Preemption
+
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loop = Loop()
+with hookbus.HookBus() as bus:
+    bus.register(Preemption())
+    bus.attach(model=model, optimizer=optimizer, loop=loop)
+    bus.resume(sys.argv[1])
+    for _ in loop.steps(10):
+        model(torch.ones(2)).backward()
+        if loop.step == 3:
+            for _ in range(int(sys.argv[2])):
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.getsignal(signal.SIGTERM)  # a moment to be heard in
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(("signals", "status", "steps"), [(1, 143, [4]), (2, -15, [])])
+def test_a_second_signal_ends_a_process_at_once(
+    signals: int, status: int, steps: list[int], tmp_path: Path
+) -> None:
+    child = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), str(signals)]
+    result = subprocess.run(child, capture_output=True, text=True, check=False)
+    assert result.returncode == status, result.stderr
+    assert "hookbus: SIGTERM: saving at the next safe point" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [each.step for each in hookbus.checkpoints(tmp_path)] == steps
+
+
+def test_it_says_what_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "hookbus")
+    with pytest.raises(SystemExit):
+        train(tmp_path, Preemption(), kill=(5, signal.SIGTERM))
+    assert "SIGTERM: step 6 is saved, and the run ends here" in caplog.messages
