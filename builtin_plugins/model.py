@@ -49,13 +49,16 @@ class Model:
     model read each other's checkpoints. Values are copied into the live tensors, which stay the
     same. With ``strict=False`` what fits is loaded and the report tells the rest. ``rename`` maps
     saved names, or dotted beginnings of them, to those of this run. ``trainable_only`` leaves out
-    parameters that require no gradient, which the script has to bring itself.
+    parameters that require no gradient, which the script has to bring itself. ``frozen_apart``
+    keeps them in a file of their own, which the next checkpoints share as long as they stay the
+    same.
     """
 
     component: nn.Module
     strict: bool = attrs.field(default=True, kw_only=True)
     rename: Mapping[str, str] = attrs.field(factory=dict, kw_only=True)
     trainable_only: bool = attrs.field(default=False, kw_only=True)
+    frozen_apart: bool = attrs.field(default=False, kw_only=True)
     kind = "model"
 
     @hookbus.hookimpl
@@ -72,8 +75,10 @@ class Model:
             hook(checkpoint)
         named = drop_wrappers_of_keys(module, checkpoint.pop("state_dict"))
         frozen = find_frozen(module)
-        left_out = frozen if self.trainable_only else ()
-        save.write({name: value for name, value in named.items() if name not in left_out})
+        apart = frozen if self.trainable_only or self.frozen_apart else ()
+        save.write({name: value for name, value in named.items() if name not in apart})
+        if self.frozen_apart and not self.trainable_only:
+            save.write({name: named[name] for name in named if name in apart}, part="frozen")
         rest = {
             "training": {name: owner.training for _, name, owner in list_modules(module)},
             "metadata": {
@@ -111,7 +116,7 @@ class Model:
         if lazy := list_lazy(module, loading=True):
             resume.problem(describe_lazy(lazy, "bus.resume()"))
             return
-        saved = self._rename_keys(resume.metadata().state)
+        saved = self._rename_keys(_look_at_state(resume))
         live = drop_wrappers_of_keys(module, module.state_dict())
         frozen = find_frozen(module)
         if self.trainable_only:
@@ -149,19 +154,22 @@ class Model:
         metadata = self._rename_keys(rest["metadata"])
         hook = _find_lightning_hook(module, "on_load_checkpoint")
         if hook or needs_load_state_dict(module, metadata):
-            checkpoint = {**rest["checkpoint"], "state_dict": self._rename_keys(resume.read())}
+            state = {k: v for part in _list_parts(resume) for k, v in resume.read(part).items()}
+            checkpoint = {**rest["checkpoint"], "state_dict": self._rename_keys(state)}
             if hook:
                 hook(checkpoint)
             self._load_state_dict(resume, checkpoint["state_dict"], metadata)
         else:
             live = drop_wrappers_of_keys(module, module.state_dict())
-            names = {name: rename(name, self.rename) for name in resume.metadata().state}
-            fitting = {
-                name: live[names[name]]
-                for name, info in resume.metadata().state.items()
-                if names[name] in live and fits(info, live[names[name]])
-            }
-            resume.read_into(fitting, partial=not self.strict)
+            for part in _list_parts(resume):
+                saved = resume.metadata(part).state
+                names = {name: rename(name, self.rename) for name in saved}
+                fitting = {
+                    name: live[names[name]]
+                    for name, info in saved.items()
+                    if names[name] in live and fits(info, live[names[name]])
+                }
+                resume.read_into(fitting, part, partial=not self.strict)
         restore_extra_buffers(module, self._rename_keys(rest["buffers"]))
         if _goes_on(resume):
             changed = restore_training(module, self._rename_keys(rest["training"]))
@@ -191,6 +199,16 @@ class Model:
         if len(renamed) < len(saved):
             raise MismatchError(f"rename={dict(self.rename)} gives two saved names the same name")
         return renamed
+
+
+def _list_parts(resume: hookbus.Resume) -> list[str | None]:
+    """Return the parts of the section that hold weights and buffers."""
+    return [part for part in (None, "frozen") if part in resume.parts]
+
+
+def _look_at_state(resume: hookbus.Resume) -> dict[str, Any]:
+    parts = (resume.metadata(part).state for part in _list_parts(resume))
+    return {name: info for state in parts for name, info in state.items()}
 
 
 def _goes_on(resume: hookbus.Resume) -> bool:

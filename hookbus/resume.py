@@ -123,6 +123,12 @@ class Resume:
         checkpoint, name = self._open_section()
         return checkpoint.metadata(name, part)
 
+    @property
+    def parts(self) -> tuple[str | None, ...]:
+        """The parts that the section of the plugin being called has; ``None`` is the nameless."""
+        checkpoint, name = self._open_section()
+        return checkpoint.sections[name].parts
+
     def problem(self, problem: str | HookbusError) -> None:
         """Say that the section does not fit; all problems are raised together."""
         if isinstance(problem, str):

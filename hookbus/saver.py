@@ -214,7 +214,6 @@ class Saver:
             raise SaveError(f"{path} is the newest checkpoint of its run, so it is not deleted")
         if self._verified != newest.path:
             newest.verify()
-            newest.close()
             self._verified = newest.path
         remove_checkpoint(path)
         logger.info("%s is deleted: %s", path, why)
@@ -299,6 +298,7 @@ class Saver:
             why=wanted.why,
             tag=wanted.tag,
             notes=[LEFT_NOTE] if left else [],
+            previous=self.last,
         )
         if not wanted.wait:
             return lambda: self._record(write(), blocked, started)
@@ -322,6 +322,7 @@ class Saver:
             blocked=round(checkpoint.blocked, 4),
             seconds=round(seconds, 4),
             bytes=sum(section.bytes for section in checkpoint.sections.values()),
+            written=checkpoint.written,
             why=checkpoint.why,
             metrics={name: _show_number(n) for name, n in checkpoint.metrics.items()},
         )

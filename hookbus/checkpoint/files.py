@@ -52,6 +52,23 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> int:
     return size
 
 
+def has_size(path: Path, size: int) -> bool:
+    """Whether there is a file of so many bytes."""
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
+
+
+def link_file(path: Path, target: Path) -> bool:
+    """Give a file one more name, and say whether the file system can and the file is there."""
+    try:
+        os.link(path, target)
+    except OSError:
+        return False
+    return True
+
+
 def append_line(path: Path, line: bytes) -> None:
     """Add a line to a file, which is made if need be, and bring it to the disk.
 

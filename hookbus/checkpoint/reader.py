@@ -18,6 +18,7 @@ from hookbus.checkpoint.leaves import describe_leaf, list_names
 from hookbus.checkpoint.manifest import (
     NAME,
     SEAL,
+    FileInfo,
     Manifest,
     PartInfo,
     SectionManifest,
@@ -35,6 +36,8 @@ from hookbus.errors import (
     FormatError,
     MissingSectionError,
 )
+
+SectionFile = tuple[Path, FileInfo, PartInfo]
 
 
 @attrs.frozen(eq=False)
@@ -73,8 +76,9 @@ class Checkpoint:
 
     ``created`` is in UTC; ``metrics``, ``progress`` and ``settings`` are what was saved with it,
     ``why``, ``tag`` and ``notes`` say what made it. ``sections`` go by the plugins' names. Only
-    the bus that wrote it knows ``seconds``, from the call of ``save`` to the commit, and
-    ``blocked``, those of them in which training stood still.
+    the bus that wrote it knows ``seconds``, from the call of ``save`` to the commit, ``blocked``,
+    those of them in which training stood still, and ``written``, the bytes of tensors that the
+    checkpoint before did not have.
     """
 
     def __init__(self, path: Path, manifest: Manifest, seal: bytes) -> None:
@@ -87,6 +91,7 @@ class Checkpoint:
         self.tag = manifest.tag
         self.seconds: float | None = None
         self.blocked: float | None = None
+        self.written: int | None = None
         self.notes = tuple(manifest.notes)
         self.world_size = manifest.world_size
         self.versions: dict[str, str] = manifest.versions
@@ -204,6 +209,17 @@ class Checkpoint:
             damage.insert(0, str(error))
         if damage:
             raise CorruptCheckpointError("; ".join(damage))
+
+    def list_files(self) -> dict[tuple[str, str | None], SectionFile]:
+        """Return the file of each part that has one, by section and part."""
+        if self._manifest is None:
+            self._manifest = self._load_manifest()
+        return {
+            (name, part): (self.path / info.file.name, info.file, info)
+            for name, section in self._manifest.sections.items()
+            for part, info in section.parts.items()
+            if info.file is not None
+        }
 
     def close(self) -> None:
         """Let go of what is held in memory; it is read again if it is asked for."""

@@ -82,7 +82,7 @@ class TensorFile:
             raise CorruptCheckpointError(
                 f"{self.path}: tensor {info.name!r} ({info}, {info.bytes} bytes from"
                 f" {self._offsets[info.name]}) is damaged: its hash is {digest.hexdigest()}, saved"
-                f" was {info.hash}"
+                f" was {info.hash}{_tell_sharing(os.fstat(self._descriptor))}"
             )
 
 
@@ -100,9 +100,12 @@ def open_tensors(
     except OSError as error:
         raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     try:
-        size = os.fstat(descriptor).st_size
-        if size != file.bytes:
-            raise CorruptCheckpointError(f"{path}: has {size} bytes, saved were {file.bytes}")
+        status = os.fstat(descriptor)
+        if status.st_size != file.bytes:
+            raise CorruptCheckpointError(
+                f"{path}: has {status.st_size} bytes, saved were {file.bytes}"
+                f"{_tell_sharing(status)}"
+            )
         made = make_header(infos.values())
         header = memoryview(bytearray(len(made)))
         _read_exactly(descriptor, header, 0, path)
@@ -110,6 +113,7 @@ def open_tensors(
             raise CorruptCheckpointError(
                 f"{path}: its header ({len(made)} bytes) is damaged: its hash is"
                 f" {xxhash.xxh3_128_hexdigest(header)}, saved was {file.header}"
+                f"{_tell_sharing(status)}"
             )
         offsets, start = dict[str, int](), len(made)
         for info in infos.values():
@@ -118,6 +122,12 @@ def open_tensors(
         yield TensorFile(path, descriptor, offsets)
     finally:
         os.close(descriptor)
+
+
+def _tell_sharing(status: os.stat_result) -> str:
+    if status.st_nlink < 2:
+        return ""
+    return f" ({status.st_nlink} checkpoints share this file, and all of them are damaged)"
 
 
 def _read_exactly(descriptor: int, piece: memoryview, offset: int, path: Path) -> None:

@@ -21,10 +21,10 @@ from hookbus.checkpoint.manifest import (
     describe_file,
 )
 from hookbus.checkpoint.names import check_names, file_name, folder_name, part_name
-from hookbus.checkpoint.reader import Checkpoint
+from hookbus.checkpoint.reader import Checkpoint, SectionFile
 from hookbus.checkpoint.tensors import describe, make_header, order_names, split_bytes, take_bytes
 from hookbus.checkpoint.tree import Flat, flatten
-from hookbus.errors import CallError, StateError, WriteError
+from hookbus.errors import CallError, CheckpointError, StateError, WriteError
 
 
 @attrs.frozen(eq=False)
@@ -61,14 +61,16 @@ def write_checkpoint(
     tag: str | None = None,
     notes: Sequence[str] = (),
     world_size: int = 1,
+    previous: Checkpoint | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Checkpoint:
     """Write a checkpoint of ``step`` into a run directory that is there, and return it.
 
     It is written under a hidden name, brought to the disk, and renamed: under its final name it is
     complete. A second one of a step gets a serial. Tensors are read once, one at a time, without a
-    copy where they are dense and on the CPU; they must not change until this returns. ``on_bytes``
-    is told the number of bytes of tensors as they are written.
+    copy where they are dense and on the CPU; they must not change until this returns. A part whose
+    tensors are those of ``previous``, by their hashes, is not written again: the two checkpoints
+    share the file. ``on_bytes`` is told the number of bytes of tensors as they are written.
 
     Raises:
         CallError: a section's name cannot be a file's, or two differ only by case.
@@ -96,13 +98,18 @@ def write_checkpoint(
         raise WriteError(errno.ENOENT, "the run directory is gone; nothing is written", str(run))
     serial = run_directory.next_serial(run, step)
     final = run / folder_name(step, serial)
+    files_before = _list_files(previous)
     with run_directory.temporary_folder(run, final.name) as folder:
-        written = {}
+        written: dict[str, SectionManifest] = {}
+        new_bytes = 0
         for section in sections:
-            parts = {
-                name: _write_part(folder / file_names[section.name, name], part, on_bytes)
-                for name, part in section.parts.items()
-            }
+            parts = {}
+            for name, part in section.parts.items():
+                path = folder / file_names[section.name, name]
+                before = files_before.get((section.name, name))
+                shared = _share_part(path, part, before, on_bytes)
+                parts[name] = shared or _write_part(path, part, on_bytes)
+                new_bytes += 0 if shared else part.flat.bytes
             written[section.name] = SectionManifest(
                 kind=section.kind,
                 plugin=section.plugin,
@@ -116,7 +123,9 @@ def write_checkpoint(
         files.sync_folder(folder)
         files.rename_folder(folder, final)
         files.sync_folder(run)
-    return Checkpoint(final, manifest, sealed[-SEAL:])
+    checkpoint = Checkpoint(final, manifest, sealed[-SEAL:])
+    checkpoint.written = new_bytes
+    return checkpoint
 
 
 def _name_files(sections: Sequence[Section]) -> dict[tuple[str, str | None], str]:
@@ -133,6 +142,46 @@ def _name_files(sections: Sequence[Section]) -> dict[tuple[str, str | None], str
                 )
             taken[lower] = who
     return named
+
+
+def _list_files(
+    previous: Checkpoint | None,
+) -> dict[tuple[str, str | None], SectionFile]:
+    try:
+        return previous.list_files() if previous is not None else {}
+    except CheckpointError:  # it was deleted, or is damaged: nothing can be shared with it
+        return {}
+
+
+def _share_part(
+    path: Path,
+    part: Part,
+    before: SectionFile | None,
+    on_bytes: Callable[[int], None] | None,
+) -> PartInfo | None:
+    """Share a file of the checkpoint before if it holds the very same tensors; else ``None``."""
+    if before is None:
+        return None
+    path_before, file, info = before
+    tensors = part.flat.tensors
+    names = order_names(tensors.items())
+    stored = list(info.tensors.values())
+    if names != [each.name for each in stored]:
+        return None
+    for each in stored:  # what has changed has mostly changed from the first tensor on
+        tensor = tensors[each.name]
+        if describe(each.name, tensor) != attrs.evolve(each, hash=""):
+            return None
+        digest = xxhash.xxh3_128()
+        for piece in split_bytes(take_bytes(tensor)):
+            digest.update(piece)
+        if digest.hexdigest() != each.hash:
+            return None
+    if not files.has_size(path_before, file.bytes) or not files.link_file(path_before, path):
+        return None
+    if on_bytes is not None:
+        on_bytes(part.flat.bytes)
+    return PartInfo(part.version, part.flat.tree, file, info.tensors)
 
 
 def _write_part(path: Path, part: Part, on_bytes: Callable[[int], None] | None) -> PartInfo:
