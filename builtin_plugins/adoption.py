@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from builtin_plugins.held import Held
-from builtin_plugins.loader import Loader, describe
+from builtin_plugins.loader import OF_THE_ORDER, Loader, describe
 from builtin_plugins.search import find_instances, list_subclasses
 from builtin_plugins.streams import find_streams, is_fresh
 from hookbus.errors import SamplerError
@@ -79,7 +79,10 @@ class Adopted:
         if call not in self._loaders or self._loaders[call].component is not source:
             loader = self._loaders[call] = Loader(source, self._warned)
             if call in self._settings:
-                loader.compare_settings(self._settings[call])
+                changes = loader.compare_settings(self._settings[call])
+                texts = [f"{n} {was} → {now}" for n, was, now in changes if n in OF_THE_ORDER]
+                if texts:
+                    loader.warn(f"{describe(source)}: not bit for bit: {', '.join(texts)}")
             if call in self._states:
                 self._give_back(loader, self._states.pop(call), taking_up=taking_up)
         return self._loaders[call]

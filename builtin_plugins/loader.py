@@ -20,7 +20,7 @@ from hookbus.errors import MismatchError, SamplerError
 logger = logging.getLogger("hookbus")
 
 # Settings whose change changes the order or the batches; that of the others may change the bits.
-_OF_THE_ORDER = ("class", "batch_size", "drop_last", "sampler", "samples", "persistent_workers")
+OF_THE_ORDER = ("class", "batch_size", "drop_last", "sampler", "samples", "persistent_workers")
 
 
 class Loader:
@@ -74,6 +74,7 @@ class Loader:
         if difference is not None:
             hint = f"pass skip=({resume.name!r},) to start it fresh"
             resume.problem(MismatchError(f"{resume.name}: {difference}; {hint}"))
+        self._refuse_batch_size(resume)
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
@@ -81,8 +82,29 @@ class Loader:
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
-        for change in self.put_state(resume.read()):
-            resume.note(change)
+        state = resume.read()
+        for name, saved, now in self.compare_settings(state["settings"]):
+            exact = name not in OF_THE_ORDER
+            resume.change(name, saved, now, then="adapt", exact=exact)
+        self.put_state(state)
+
+    def _refuse_batch_size(self, resume: hookbus.Resume) -> None:
+        """Refuse another batch size where this loader was saved in the middle of an epoch."""
+        assert resume.checkpoint is not None
+        state, live = resume.metadata().state, read_settings(self.component)
+        was, now = (each.get("batch_size") for each in (state["settings"], live))
+        progress = resume.checkpoint.progress
+        if was != now and state["in_hand"] and progress.get("where") == "body":
+            resume.change(
+                "batch_size",
+                was,
+                now,
+                then="refuse",
+                why=f"{progress['batch']} batches of epoch {progress['epoch']} are done, so what is"
+                f" left of it cannot be told; pass batch_size={was} until this epoch is over, or"
+                " start it again from a checkpoint of an epoch's end: bus.resume(NEW, init_from="
+                "CHECKPOINT, init_only=('*',))",
+            )
 
     def read_state(self) -> dict[str, Any]:
         """Return what the section holds; streams are as they were last noted."""
@@ -93,13 +115,14 @@ class Loader:
         return {
             "slots": slots,
             "workers": workers,
+            "in_hand": self.workers_of_pass is not None,
             "drew": self.has_drawn,
             "memories": sorted(self.memories),
             "settings": read_settings(self.component),
         }
 
-    def put_state(self, state: Mapping[str, Any], *, keep: Set[str] = frozenset()) -> list[str]:
-        """Take back what `read_state` returned, and return the settings that differ.
+    def put_state(self, state: Mapping[str, Any], *, keep: Set[str] = frozenset()) -> None:
+        """Take back what `read_state` returned.
 
         Streams and samplers named in ``keep`` stay as they are. Persistent workers are brought up,
         which draws; so do not count on the process's streams.
@@ -108,30 +131,27 @@ class Loader:
         self.memories = set(state["memories"])
         self.remembered = {way: self._slots["now"].attributes[way] for way in self.memories}
         self._drew_before, self.workers_of_pass = state["drew"], None
-        changes = self.compare_settings(state["settings"])
         if is_persistent(self.component):
             self.component._iterator = None  # type: ignore[attr-defined]
             if state["workers"]:
                 self._start_workers()
                 self.no_draws = "nothing can restore the streams of persistent workers"
         self._put(self._slots["now"], keep)
-        return changes
 
-    def compare_settings(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the settings that are not as they were saved; warn of those that matter."""
+    def compare_settings(self, saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """Return the settings that are not as they were saved, with both values of each."""
         live = read_settings(self.component)
-        changes = {
-            name: f"{name} {saved.get(name)} → {live.get(name)}"
+        changes = [
+            (name, saved.get(name), live.get(name))
             for name in {**saved, **live}
             if saved.get(name) != live.get(name)
-        }
-        if "num_workers" in changes:
-            self.no_draws = f"what workers draw depends on their number, {changes['num_workers']}"
-        ahead = [changes[name] for name in ("num_workers", "prefetch_factor") if name in changes]
+        ]
+        texts = {name: f"{name} {was} → {now}" for name, was, now in changes}
+        if "num_workers" in texts:
+            self.no_draws = f"what workers draw depends on their number, {texts['num_workers']}"
+        ahead = [texts[name] for name in ("num_workers", "prefetch_factor") if name in texts]
         self.no_late_draws = ", ".join(ahead) or None
-        if of_the_order := [text for name, text in changes.items() if name in _OF_THE_ORDER]:
-            self.warn(f"{describe(live)}: not bit for bit: {', '.join(of_the_order)}")
-        return list(changes.values())
+        return changes
 
     # -- workers -------------------------------------------------------------------------------
 

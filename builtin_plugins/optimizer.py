@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -119,8 +119,9 @@ class Optimizer:
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
         for state, tree in zip(self._states, self._read_names(resume.read()), strict=True):
-            for change in state.restore(tree, self._names):
-                resume.note(change)
+            for setting, was, now, adapts in state.restore(tree, self._names):
+                then: Literal["keep", "adapt"] = "adapt" if adapts else "keep"
+                resume.change(setting, was, now, then=then, exact=not adapts)
 
     @hookbus.hookimpl
     def optimizer_stepped(self, optimizer: object) -> bool | None:

@@ -145,8 +145,12 @@ class OptimizerState:
         ours = {names[id(p)]: p for p in self.list_parameters()}
         return {n: p for n, p in ours.items() if n in shapes and _get_shape(p) in (shapes[n], None)}
 
-    def restore(self, saved: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
+    def restore(
+        self, saved: Mapping[str, Any], names: Mapping[int, str]
+    ) -> list[tuple[str, Any, Any, bool]]:
         """Put everything that fits back, and list the options that differed.
+
+        Each with the saved and the live value, and whether the latter is used.
 
         The tensors of ``saved`` are used, not copied. Groups, their ``lr`` tensors and the dict
         of states stay the same objects.
@@ -270,7 +274,8 @@ def _choose_options(
 
 def _list_changes(
     originals: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
-) -> list[str]:
+) -> list[tuple[str, Any, Any, bool]]:
+    """Return setting, saved and live value, and whether the run's is used, where they differ."""
     changes = []
     for i, (original, chosen) in enumerate(zip(originals, options, strict=True)):
         for key in chosen:
@@ -278,11 +283,8 @@ def _list_changes(
                 continue
             if is_same(original[key], chosen[key]):
                 continue
-            whose = "run's" if key in _OF_THE_RUN else "saved one"
-            changes.append(
-                f"{key} of group {i}: saved {chosen[key]}, run has {original[key]}; "
-                f"the {whose} is used"
-            )
+            setting = f"{key} of group {i}"
+            changes.append((setting, chosen[key], original[key], key in _OF_THE_RUN))
     return changes
 
 

@@ -66,8 +66,8 @@ class Scheduler:
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
         for saved, scheduler in zip(resume.read(), _list_members(self.component), strict=True):
-            for change in _list_changes(_unwrap(scheduler), saved["state"]):
-                resume.note(change)
+            for setting, was, now in _list_changes(_unwrap(scheduler), saved["state"]):
+                resume.change(setting, was, now, then="keep")
             scheduler.load_state_dict(saved["state"])
             for group, options in zip(_get_groups(scheduler), saved["groups"], strict=True):
                 for key, value in options.items():
@@ -127,18 +127,17 @@ def _get_groups(scheduler: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def _list_changes(scheduler: LRScheduler, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Tell what of the arguments that a scheduler was built with is not as it was saved."""
+def _list_changes(
+    scheduler: LRScheduler, saved: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the arguments that a scheduler was built with and that differ, with both values."""
     live = scheduler.state_dict()
     for argument in inspect.signature(type(scheduler)).parameters:
         for key in (argument, f"_{argument}", f"{argument}s"):
             if argument in _NOT_SETTINGS or key not in live or key not in saved:
                 continue
             if not is_same(saved[key], live[key]):
-                yield (
-                    f"{type(scheduler).__name__}.{key}: saved {saved[key]}, run has {live[key]}; "
-                    "the saved one is used"
-                )
+                yield f"{type(scheduler).__name__}.{key}", saved[key], live[key]
     for inside, state in zip(_list_inside(scheduler), saved.get("_schedulers", ()), strict=True):
         yield from _list_changes(inside, state)
 

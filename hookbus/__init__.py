@@ -16,12 +16,13 @@ from hookbus.entry_points import Failed
 from hookbus.hookspecs import hookimpl, hookspec
 from hookbus.ordering import Place
 from hookbus.registration import Registered
-from hookbus.report import Report, SectionReport
+from hookbus.report import Change, Report, SectionReport
 from hookbus.resume import Resume
 from hookbus.save import Save
 from hookbus.transfer import Transfer
 
 __all__ = [
+    "Change",
     "Checkpoint",
     "Failed",
     "HookBus",

@@ -26,13 +26,38 @@ class SectionReport:
     bytes: int = 0
 
 
+@attrs.frozen
+class Change:
+    """A setting that is not as it was saved.
+
+    With ``"keep"`` the saved value is used, with ``"adapt"`` the run's. ``exact`` tells whether
+    the run goes on bit for bit all the same; ``why`` is the reason for what was decided.
+    """
+
+    who: str | None
+    setting: str
+    saved: str
+    now: str
+    then: Literal["keep", "adapt"]
+    exact: bool
+    why: str
+
+    def __str__(self) -> str:
+        who = f"{self.who}: " if self.who else ""
+        used = "the saved one is used" if self.then == "keep" else "the run's is used"
+        lost = "" if self.exact else ", so not bit for bit"
+        why = f" ({self.why})" if self.why else ""
+        return f"{who}{self.setting}: saved {self.saved}, run has {self.now}; {used}{lost}{why}"
+
+
 @attrs.define(eq=False)
 class Report:
     """Tell what one resume did; ``str()`` is a table of plain text.
 
     ``fresh`` is true where nothing of this run was there, so for a warm start too, which has a
     ``checkpoint`` all the same. ``events`` are seconds by event. ``sharded_first`` names the
-    plugins that answered ``False`` to ``restore_before_configure_sharded``.
+    plugins that answered ``False`` to ``restore_before_configure_sharded``. ``changes`` are the
+    settings that differ from the saved ones.
     """
 
     checkpoint: str | None = None
@@ -42,6 +67,7 @@ class Report:
     sections: dict[str, SectionReport] = attrs.field(factory=dict)
     events: dict[str, float] = attrs.field(factory=dict)
     sharded_first: list[str] = attrs.field(factory=list)
+    changes: list[Change] = attrs.field(factory=list)
     notes: list[str] = attrs.field(factory=list)
 
     def add(
@@ -94,6 +120,7 @@ class Report:
         if self.sharded_first:
             names = ", ".join(self.sharded_first)
             lines.append(f"restore_model came after configure_sharded, as asked by {names}")
+        lines += [f"changed: {change}" for change in self.changes]
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)
 

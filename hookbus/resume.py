@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -23,7 +23,7 @@ from hookbus.errors import (
 )
 from hookbus.logs import logger
 from hookbus.registration import BY_HAND, Registered, describe
-from hookbus.report import Report, Status
+from hookbus.report import Change, Report, Status
 from hookbus.request import Request, Shard, Stage, matches
 from hookbus.sequence import RESTORE_EVENTS, Sequence
 
@@ -56,7 +56,6 @@ class Resume:
     _asking: list[Registered] = attrs.field(factory=list, repr=False, init=False)
     _problems: list[HookbusError] = attrs.field(factory=list, repr=False, init=False)
     event: str | None = attrs.field(default=None, repr=False, init=False)
-    changes: list[str] = attrs.field(factory=list, repr=False, init=False)
     _read: set[str] = attrs.field(factory=set, repr=False, init=False)
     _took: dict[str, tuple[str, float]] = attrs.field(factory=dict, repr=False, init=False)
 
@@ -134,6 +133,30 @@ class Resume:
         if isinstance(problem, str):
             problem = MismatchError(f"{self.name}: {problem}")
         self._problems.append(problem)
+
+    def change(
+        self,
+        setting: str,
+        saved: object,
+        now: object,
+        *,
+        then: Literal["keep", "adapt", "refuse"],
+        exact: bool = True,
+        why: str = "",
+    ) -> None:
+        """Say that a setting is not as it was saved, and what comes of it.
+
+        ``"keep"`` uses the saved value, ``"adapt"`` the run's, ``"refuse"`` is a problem that ends
+        the resume before the first change if it is said in ``check_state``. ``exact`` tells whether
+        the run goes on bit for bit all the same.
+        """
+        if then == "refuse":
+            self.problem(f"{setting} was {saved} when saved and is {now} in the run: {why}")
+        else:
+            who = self.name if self._asking else None
+            change = Change(who, setting, str(saved), str(now), then, exact, why)
+            if change not in self.report.changes:
+                self.report.changes.append(change)
 
     def note(self, text: str) -> None:
         """Put a line about the plugin being called into the report."""

@@ -18,7 +18,7 @@ from hookbus.relay import Answers
 from hookbus.resume import Resume
 from hookbus.saver import LEFT_NOTE
 from hookbus.sequence import RESTORE_EVENTS
-from hookbus.settings import list_changes, read_settings, read_versions
+from hookbus.settings import read_settings, read_versions
 
 Watch = Callable[..., AbstractContextManager[Callable[[int], None]]]
 
@@ -98,6 +98,7 @@ def _follow_up(
             _put_in_place(resume, plugins, answers)
         case "resume_end":
             resume.complete_report()
+            _tell_changes(resume)
 
 
 def _find_good(resume: Resume, watch: Watch) -> None:
@@ -204,10 +205,18 @@ def _note_changes(resume: Resume, checkpoint: Checkpoint) -> None:
         logger.warning(text)
     if resume.stage != "fit" or resume.fresh:
         return
-    changes = list_changes(checkpoint.settings, read_settings())
-    changes += list_changes(checkpoint.versions, read_versions())
-    resume.changes = changes
-    if changes:
-        text = f"not bit for bit: {', '.join(changes)}"
-        resume.report.note(text)
-        logger.warning("%s goes on, but %s", resume.run, text)
+    for saved, now in (
+        (checkpoint.settings, read_settings()),
+        (checkpoint.versions, read_versions()),
+    ):
+        for name in {**saved, **now}:
+            if saved.get(name) != now.get(name):
+                resume.change(name, saved.get(name), now.get(name), then="adapt", exact=False)
+
+
+def _tell_changes(resume: Resume) -> None:
+    if resume.report.changes and resume.stage == "fit" and not resume.fresh:
+        changes = "\n  ".join(map(str, resume.report.changes))
+        logger.warning(
+            "%s goes on with other settings than it was saved with:\n  %s", resume.run, changes
+        )

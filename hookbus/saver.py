@@ -100,7 +100,7 @@ class Saver:
             step=resume.step,
             checkpoint=str(resume.checkpoint.path) if resume.checkpoint else None,
             run_id=self.run_id,
-            changes=resume.changes,
+            changes=[str(change) for change in resume.report.changes],
             versions=dict(read_versions()),
         )
 

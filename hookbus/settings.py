@@ -42,12 +42,3 @@ def read_versions() -> Mapping[str, str]:
     """Return the versions of Python and of the packages that decide about bits."""
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), **versions}
-
-
-def list_changes(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
-    """Return what differs, such as ``threads 2 → 1``."""
-    return [
-        f"{name} {saved.get(name)} → {now.get(name)}"
-        for name in {**saved, **now}
-        if saved.get(name) != now.get(name)
-    ]

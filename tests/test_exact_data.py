@@ -25,7 +25,7 @@ from torch.utils import data
 
 import hookbus
 from builtin_plugins import Loop
-from hookbus.errors import SamplerError
+from hookbus.errors import MismatchError, SamplerError
 
 
 def set_epoch_seldom() -> Parts:
@@ -191,8 +191,20 @@ def test_inexact_ok_goes_on_and_says_so(name: str, tmp_path, caplog) -> None:
 
 def test_a_changed_batch_size_or_dataset_is_found(tmp_path) -> None:
     assert run_bus(data_scene(), tmp_path, cut=("body", 1, 2)) is CUT
-    with pytest.raises(SamplerError, match=r"batch_size=4.*now.*batch_size=3"):
+    with pytest.raises(MismatchError) as refused:
         run_bus(data_scene(batch_size=3), tmp_path)
+    assert str(refused.value).startswith(
+        "data: batch_size was 4 when saved and is 3 in the run: 2 batches of epoch 1 are done"
+    )
+    assert "pass batch_size=4 until this epoch is over, or start it again" in str(refused.value)
+    with pytest.raises(SamplerError, match="dataset or batch size changed"):
+        run_bus(data_scene("sequential"), tmp_path)
+
+
+def test_a_changed_batch_size_of_a_loader_that_is_not_attached_is_found(tmp_path) -> None:
+    assert run_bus(data_scene(attach=False), tmp_path, cut=("body", 1, 2)) is CUT
+    with pytest.raises(SamplerError, match=r"batch_size=4.*now.*batch_size=3"):
+        run_bus(data_scene(batch_size=3, attach=False), tmp_path)
 
 
 def test_a_changed_batch_size_or_dataset_is_told_at_an_epoch_s_border(tmp_path, caplog) -> None:
@@ -202,10 +214,13 @@ def test_a_changed_batch_size_or_dataset_is_told_at_an_epoch_s_border(tmp_path, 
     parts = data_scene(batch_size=3, drop_last=True)()
     with hookbus.HookBus() as bus:
         bus.attach(**parts.attached, loop=Loop())
-        notes = bus.resume(tmp_path).report.notes
-    assert notes == ["data: batch_size 4 → 3", "data: drop_last False → True"]
+        changes = list(map(str, bus.resume(tmp_path).report.changes))
+    assert changes == [
+        "data: batch_size: saved 4, run has 3; the run's is used, so not bit for bit",
+        "data: drop_last: saved False, run has True; the run's is used, so not bit for bit",
+    ]
     (warning,) = [m for m in caplog.messages if "not bit for bit" in m]
-    assert warning.endswith(": not bit for bit: batch_size 4 → 3, drop_last False → True")
+    assert all(change in warning for change in changes)
 
 
 def test_a_sampler_that_remembers_and_cannot_tell_is_warned_of_once(tmp_path, caplog) -> None:

@@ -44,10 +44,11 @@ def save(run: Path, **components: object) -> None:
 
 
 def resume(run: Path, options: Mapping[str, Any] | None = None, **components: object) -> str:
-    """Resume, and return the notes of the report."""
+    """Resume, and return the changes and notes of the report."""
     with hookbus.HookBus() as bus:
         put_on_bus(bus, components)
-        return "\n".join(bus.resume(run, **(options or {})).report.notes)
+        report = bus.resume(run, **(options or {})).report
+    return "\n".join([*map(str, report.changes), *report.notes])
 
 
 def spell(value: Any) -> Any:
@@ -423,7 +424,7 @@ def test_numbers_come_from_the_checkpoint_and_the_report_tells_both(tmp_path: Pa
         "optimizer: lr of group 0: saved 0.1, run has 0.2; the saved one is used",
         "optimizer: betas of group 0: saved (0.8, 0.9), run has (0.9, 0.999); the saved",
         "optimizer: weight_decay of group 0: saved 0.01, run has 0.5; the saved one is used",
-        "optimizer: foreach of group 0: saved False, run has True; the run's is used",
+        "optimizer: foreach of group 0: saved False, run has True; the run's is used, so not bit for bit",
     ):
         assert line in notes
     assert len(notes.splitlines()) == 4

@@ -553,7 +553,13 @@ def test_a_setting_that_changes_the_bits_is_noted_with_both_values(
             report = bus.resume(run).report
     finally:
         torch.set_num_threads(1)
-    assert report.notes == ["not bit for bit: threads 1 → 2"]
-    assert caplog.messages == [f"{run} goes on, but not bit for bit: threads 1 → 2"]
+    (change,) = report.changes
+    assert str(change) == "threads: saved 1, run has 2; the run's is used, so not bit for bit"
+    assert (change.setting, change.then, change.exact) == ("threads", "adapt", False)
+    assert caplog.messages == [
+        f"{run} goes on with other settings than it was saved with:\n  {change}"
+    ]
+    assert f"changed: {change}" in str(report)
+    assert report.to_dict()["changes"][0]["saved"] == "1"
     with make_bus(**make_keepers()) as bus:
-        assert bus.resume(run).report.notes == []
+        assert bus.resume(run).report.changes == []

@@ -134,10 +134,11 @@ def save(run: Path, **components: object) -> None:
 
 
 def resume(run: Path, options: Mapping[str, Any] | None = None, **components: object) -> list[str]:
-    """Resume, and return the notes of the report."""
+    """Resume, and return the changes and notes of the report."""
     with hookbus.HookBus() as bus:
         bus.attach(**components)
-        return bus.resume(run, **(options or {})).report.notes
+        report = bus.resume(run, **(options or {})).report
+    return [*map(str, report.changes), *report.notes]
 
 
 def build_all(seed: int, *, tensor: bool) -> dict[str, Any]:

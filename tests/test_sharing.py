@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exact import to_bits
-from keepers import Keeper, make_bus
+from keepers import make_bus
 from torch import nn
 
 import builtin_plugins
@@ -23,12 +23,25 @@ class Pair:
     """Saves a big part and a small one."""
 
     def __init__(self) -> None:
-        self.big, self.small = {"w": torch.rand(1000)}, {"w": torch.rand(10)}
+        self.big, self.small = {"w": torch.rand(40_000)}, {"w": torch.rand(20_000)}
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
         save.write(self.big, part="big")
         save.write(self.small, part="small")
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(20_000)
+
+    @hookbus.hookimpl
+    def save_state(self, save: hookbus.Save) -> None:
+        save.write(self.tensor)
+
+    @hookbus.hookimpl
+    def restore_training_state(self, resume: hookbus.Resume) -> None:
+        resume.read_into(self.tensor)
 
 
 def number(path: Path) -> int:
@@ -60,11 +73,11 @@ def test_only_what_has_changed_is_written(wait: bool, tmp_path: Path) -> None:
     "change",
     [
         lambda state: state.update(w=state["w"].double()),
-        lambda state: state.update(w=state["w"].view(20, 50)),
+        lambda state: state.update(w=state["w"].view(200, 200)),
         lambda state: state.update(v=state["w"].clone()),
         lambda state: state.update(w=state["w"].view(torch.int32)),
         lambda state: state.update(v=state.pop("w")),
-        lambda state: state["w"].view(torch.int32)[500:501].bitwise_xor_(1),
+        lambda state: state["w"].view(torch.int32)[20_000:20_001].bitwise_xor_(1),
     ],
 )
 def test_a_tensor_of_another_kind_or_a_single_bit_is_a_change(change: Any, tmp_path: Path) -> None:
@@ -104,6 +117,15 @@ def test_a_resumed_run_shares_with_what_it_was_resumed_from(tmp_path: Path) -> N
     assert number(first.path / "a.safetensors") == number(second.path / "a.safetensors")
 
 
+def test_a_small_file_stands_alone(tmp_path: Path) -> None:
+    keeper = Keeper()
+    keeper.tensor = torch.zeros(10_000)
+    with make_bus(a=keeper) as bus:
+        bus.resume(tmp_path)
+        saved = [bus.save(step=1), bus.save(step=2)]
+    assert len({number(each.path / "a.safetensors") for each in saved}) == 2
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_deleting_one_leaves_the_other_whole(gone: int, tmp_path: Path) -> None:
     with make_bus(a=Keeper()) as bus:
@@ -111,7 +133,7 @@ def test_deleting_one_leaves_the_other_whole(gone: int, tmp_path: Path) -> None:
         saved = [bus.save(step=1), bus.save(step=2)]
     shutil.rmtree(saved[gone].path)
     saved[1 - gone].verify()
-    assert saved[1 - gone].read("a").tolist() == [0.0] * 3
+    assert saved[1 - gone].read("a").count_nonzero() == 0
 
 
 def test_damage_of_a_shared_file_is_damage_of_all_and_said_so(tmp_path: Path) -> None:
@@ -153,7 +175,7 @@ def test_where_nothing_can_be_shared_it_is_written(
 
 
 def make_model() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(90, 90), nn.Linear(90, 3))
+    model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 3))
     model[0].requires_grad_(False)
     return model
 
@@ -193,12 +215,12 @@ def test_both_ways_to_store_it_read_each_other(before: bool, after: bool, tmp_pa
 
 def test_a_frozen_layer_of_another_shape_is_named(tmp_path: Path) -> None:
     saved, live = make_model(), make_model()
-    live[0] = nn.Linear(90, 91).requires_grad_(False)
+    live[0] = nn.Linear(200, 201).requires_grad_(False)
     with hookbus.HookBus() as bus:
         bus.register(builtin_plugins.Model(saved, frozen_apart=True), "model")
         bus.resume(tmp_path)
         bus.save(step=1)
     with hookbus.HookBus() as bus:
         bus.register(builtin_plugins.Model(live, frozen_apart=True), "model")
-        with pytest.raises(hookbus.errors.MismatchError, match=r"0\.weight saved \[90, 90\]"):
+        with pytest.raises(hookbus.errors.MismatchError, match=r"0\.weight saved \[200, 200\]"):
             bus.resume(tmp_path)

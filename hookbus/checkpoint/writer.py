@@ -27,6 +27,11 @@ from hookbus.checkpoint.tree import Flat, flatten
 from hookbus.errors import CallError, CheckpointError, StateError, WriteError
 
 
+SHARED_FROM = 64 * 2**10
+"""Bytes from which a file that has not changed is shared: that small ones stand alone, so that
+damage to one is damage to one checkpoint, is worth more than their space."""
+
+
 @attrs.frozen(eq=False)
 class Part:
     """A state to write, and the version of its layout."""
@@ -68,9 +73,9 @@ def write_checkpoint(
 
     It is written under a hidden name, brought to the disk, and renamed: under its final name it is
     complete. A second one of a step gets a serial. Tensors are read once, one at a time, without a
-    copy where they are dense and on the CPU; they must not change until this returns. A part whose
-    tensors are those of ``previous``, by their hashes, is not written again: the two checkpoints
-    share the file. ``on_bytes`` is told the number of bytes of tensors as they are written.
+    copy where they are dense and on the CPU; they must not change until this returns. A part from
+    64 KiB up whose tensors are those of ``previous``, by their hashes, is not written again: the
+    two checkpoints share the file. ``on_bytes`` is told the number of bytes of tensors as they are written.
 
     Raises:
         CallError: a section's name cannot be a file's, or two differ only by case.
@@ -163,6 +168,8 @@ def _share_part(
     if before is None:
         return None
     path_before, file, info = before
+    if file.bytes < SHARED_FROM:
+        return None
     tensors = part.flat.tensors
     names = order_names(tensors.items())
     stored = list(info.tensors.values())
