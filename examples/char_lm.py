@@ -1,7 +1,8 @@
 """A small transformer learns to write Python from the source of Python's own standard library.
 
 Stop it with Ctrl-C or ``kill -9`` wherever you like and start the same command again: the last
-line is that of a run that was never stopped.
+line is that of a run that was never stopped. It is saved behind training; ``kill`` saves once more
+and ends it with status 143.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 import hookbus
-from builtin_plugins import Loop
+from builtin_plugins import EverySteps, KeepBest, KeepLast, Loop, Preemption, SavePolicy
 
 CONTEXT = 64  # characters
 ACCUMULATE = 2  # batches a step
@@ -121,6 +122,9 @@ def main() -> None:
 
     with hookbus.HookBus() as bus:
         loop = Loop()
+        keep = KeepLast(3) | KeepBest("val_loss")
+        bus.register(SavePolicy(when=EverySteps(arguments.save_every), keep=keep))
+        bus.register(Preemption())
         bus.attach(model=model, ema=ema, optimizer=optimizer, scheduler=scheduler)
         bus.attach(data=train, loop=loop)
         bus.resume(arguments.run)
@@ -136,7 +140,7 @@ def main() -> None:
                 validation = validate(ema, held_out)
                 print(f"step {loop.step}: loss {loss.item() * ACCUMULATE:.3f}, held out ", end="")
                 print(f"{validation:.3f} | {write_sample(ema)!r}", flush=True)
-                bus.save(metrics={"val_loss": validation})
+                loop.metrics["val_loss"] = validation
             if loop.step == arguments.crash_at:
                 os.kill(os.getpid(), signal.SIGKILL)
         bus.save()

@@ -61,7 +61,9 @@ def test_a_run_killed_again_and_again_ends_with_the_same_weights(weights, tmp_pa
     assert list_steps(run) == []
     crash(run, 10)  # just before a save
     assert list_steps(run) == []
-    crash(run, 11)  # just after a save
+    crash(run, 11)  # just after a save, which may still be on its way to the disk
+    assert list_steps(run) in ([], [10])
+    crash(run, 19)
     assert list_steps(run) == [10]
     assert "goes on after step 10" in crash(run, 13)  # once more in the same epoch
     crash(run, 11)  # right after a resume
@@ -70,7 +72,10 @@ def test_a_run_killed_again_and_again_ends_with_the_same_weights(weights, tmp_pa
     crash(run, 59)  # in the last epoch
     assert finish(run) == weights
     assert finish(run) == weights  # nothing is left to do
-    assert list_steps(run) == [10, 20, 30, 40, 50, 60]
+    kept = hookbus.checkpoints(run)
+    assert [each.step for each in kept[-3:]] == [40, 50, 60]
+    best = hookbus.best(run, "val_loss")
+    assert {each.path for each in kept[:-3]} <= {best.path}
 
 
 def test_a_run_killed_while_it_saves_ends_with_the_same_weights(weights, tmp_path) -> None:
@@ -99,6 +104,21 @@ def test_ctrl_c_ends_the_run_and_the_same_command_goes_on(weights, tmp_path) -> 
     assert process.returncode == 130
     assert errors.endswith("stopped; the same command goes on\n")
     assert "Traceback" not in errors
+    assert finish(run) == weights
+
+
+def test_a_signal_saves_once_and_the_same_command_goes_on(weights, tmp_path) -> None:
+    run = tmp_path / "run"
+    process = start(run, "--steps", 100_000)
+    while not list_steps(run):
+        time.sleep(0.01)  # until the loop runs
+    process.terminate()
+    _, errors = process.communicate()
+    assert process.returncode == 143, errors
+    assert "Traceback" not in errors
+    saved = hookbus.checkpoints(run)[-1]
+    assert "SIGTERM" in saved.why
+    assert f"step {saved.step} is saved, and the run ends here" in errors
     assert finish(run) == weights
 
 

@@ -26,7 +26,6 @@ from hookbus.checkpoint.tensors import describe, make_header, order_names, split
 from hookbus.checkpoint.tree import Flat, flatten
 from hookbus.errors import CallError, CheckpointError, StateError, WriteError
 
-
 SHARED_FROM = 64 * 2**10
 """Bytes from which a file that has not changed is shared: that small ones stand alone, so that
 damage to one is damage to one checkpoint, is worth more than their space."""
@@ -75,7 +74,8 @@ def write_checkpoint(
     complete. A second one of a step gets a serial. Tensors are read once, one at a time, without a
     copy where they are dense and on the CPU; they must not change until this returns. A part from
     64 KiB up whose tensors are those of ``previous``, by their hashes, is not written again: the
-    two checkpoints share the file. ``on_bytes`` is told the number of bytes of tensors as they are written.
+    two checkpoints share the file. ``on_bytes`` is told the number of bytes of tensors as they are
+    written.
 
     Raises:
         CallError: a section's name cannot be a file's, or two differ only by case.
