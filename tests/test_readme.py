@@ -9,7 +9,9 @@ import pytest
 import torch
 from test_char_lm import SCRIPT
 
+import builtin_plugins
 import hookbus
+from builtin_plugins import Loop
 from hookbus.errors import UnclaimedSectionError
 from hookbus.sequence import RESUME_EVENTS
 
@@ -102,12 +104,45 @@ def test_the_files_named_are_the_files_written_and_the_error_is_as_printed(tmp_p
         bus.resume(tmp_path)
         checkpoint = bus.save(step=50)
     tree = read_block("", "run.lock")
-    names = set(re.findall(r"^ +([\w.-]+\.\w+|step-\d+/)", tree, re.MULTILINE)) - {"run.lock"}
+    names = set(re.findall(r"^ +([\w.-]+\.\w+|step-\d+/)", tree, re.MULTILINE))
+    assert {"run.lock", "run.jsonl"} <= names & {path.name for path in tmp_path.iterdir()}
+    names -= {"run.lock", "run.jsonl"}
     assert names == {f"{checkpoint.path.name}/", *(file.name for file in checkpoint.path.iterdir())}
     with open_bus(with_ema=False) as bus, pytest.raises(UnclaimedSectionError) as caught:
         bus.resume(tmp_path)
     printed = read_block("", "UnclaimedSectionError").strip()
     assert printed == f"UnclaimedSectionError: {caught.value}"
+
+
+def test_the_policy_of_the_readme_saves_and_keeps(tmp_path) -> None:
+    code = read_block("python", "bus.register(SavePolicy(").replace(
+        "EverySteps(500)", "EverySteps(5)"
+    )
+    model, loop = torch.nn.Linear(2, 1), Loop()
+    optimizer = torch.optim.SGD(model.parameters())
+    with hookbus.HookBus() as bus:
+        exec(code, {"bus": bus})
+        bus.attach(model=model, optimizer=optimizer, loop=loop)
+        bus.resume(tmp_path)
+        for _ in loop.steps(30):
+            model(torch.ones(2)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loop.metrics["val_loss"] = abs(loop.step - 10)
+    assert [each.step for each in hookbus.checkpoints(tmp_path)] == [10, 20, 25, 30]
+
+
+def test_the_rules_that_are_named_are_there() -> None:
+    section = README.partition("## Never lose a run")[2].partition("\n## ")[0]
+    rules = set(
+        re.findall(r"\b(?:Every|Keep)[A-Z]\w+|OverheadTarget|Preemption|SavePolicy", section)
+    )
+    assert rules == {
+        name
+        for name in builtin_plugins.__all__
+        if getattr(builtin_plugins, name).__module__.rpartition(".")[2]
+        in ("when", "keep", "save_policy", "preemption")
+    }
 
 
 def test_every_relative_link_leads_somewhere() -> None:
