@@ -10,11 +10,11 @@ import attrs
 
 from hookbus.checkpoint import (
     Checkpoint,
+    folders,
     open_checkpoint,
     read_folder_name,
     take_path,
 )
-from hookbus.checkpoint import folders as list_folders
 from hookbus.checkpoint.files import refused
 from hookbus.errors import (
     CallError,
@@ -23,6 +23,7 @@ from hookbus.errors import (
     CorruptCheckpointError,
     ResumeError,
 )
+from hookbus.logs import logger
 from hookbus.request import Request
 
 
@@ -75,13 +76,15 @@ def choose(run: Path, request: Request) -> Choice:
         CorruptCheckpointError: the one to take is damaged; the newest good one is named.
         ResumeError: an older step than the newest, which would leave two futures in one run.
     """
-    folders = _list_folders(run)
+    found = _look_into(run)
     if request.step is not None:
-        return Choice(_choose_step(run, request, folders), fresh=False)
-    if folders and request.may_fall_back:
-        return _open_newest(folders)
-    if folders:
-        return Choice(_open(folders[-1]), fresh=False)
+        return Choice(_choose_step(run, request, found), fresh=False)
+    if found and request.may_fall_back:
+        choice = _open_newest(found)
+        _warn_of_strangers(choice, found)
+        return choice
+    if found:
+        return Choice(_open(found[-1].folder), fresh=False)
     if request.stage != "fit":
         raise CheckpointNotFoundError(
             f"{run} holds no checkpoint, and stage={request.stage!r} needs one"
@@ -97,8 +100,8 @@ def choose_older(than: Path) -> Choice:
     Raises:
         CorruptCheckpointError: there is none, or all are damaged.
     """
-    folders = _list_folders(than.parent)
-    return _open_newest(folders[: folders.index(than)])
+    found = _look_into(than.parent)
+    return _open_newest(found[: [each.folder for each in found].index(than)])
 
 
 def find_way_out(checkpoint: Path, wanted: Collection[str] | None = None) -> str:
@@ -106,11 +109,11 @@ def find_way_out(checkpoint: Path, wanted: Collection[str] | None = None) -> str
 
     ``wanted`` are the sections that matter; every byte of them is read.
     """
-    for folder in reversed(_list_folders(checkpoint.parent)):
-        if folder == checkpoint:
+    for each in reversed(_look_into(checkpoint.parent)):
+        if each.folder == checkpoint:
             continue
         try:
-            other = open_checkpoint(folder)
+            other = open_checkpoint(each.folder)
             there = other.sections if wanted is None else set(wanted) & set(other.sections)
             other.verify(there)
         except CheckpointError:
@@ -122,35 +125,75 @@ def find_way_out(checkpoint: Path, wanted: Collection[str] | None = None) -> str
     return f"there is no other good checkpoint in {checkpoint.parent}"
 
 
-def _open_newest(folders: Sequence[Path]) -> Choice:
-    damaged: dict[Path, CorruptCheckpointError] = {}
-    for folder in reversed(folders):
+# -- inside -------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class _Found:
+    """A folder with a checkpoint's name, and what its manifest says; a damaged one its name."""
+
+    step: int
+    serial: int
+    folder: Path
+    run_id: str | None
+
+
+def _look_into(run: Path) -> list[_Found]:
+    """Return what may be checkpoints of a run, oldest first by their manifests."""
+    found = []
+    for folder in folders(run):
         try:
-            return Choice(open_checkpoint(folder), fresh=False, damaged=damaged)
+            checkpoint = open_checkpoint(folder)
+        except CheckpointError:
+            step, serial = read_folder_name(folder.name) or (-1, 0)
+            found.append(_Found(step, serial, folder, None))
+        else:
+            found.append(_Found(checkpoint.step, checkpoint.serial, folder, checkpoint.run_id))
+    return sorted(found, key=lambda each: (each.step, each.serial, each.folder.name))
+
+
+def _open_newest(found: Sequence[_Found]) -> Choice:
+    damaged: dict[Path, CorruptCheckpointError] = {}
+    for each in reversed(found):
+        try:
+            return Choice(open_checkpoint(each.folder), fresh=False, damaged=damaged)
         except CorruptCheckpointError as error:
-            damaged[folder] = error
+            damaged[each.folder] = error
     if not damaged:
         raise CorruptCheckpointError("there is no older checkpoint")
     raise CorruptCheckpointError(
-        "; ".join(map(str, damaged.values())) + "; there is no other checkpoint, and nothing was"
-        " moved"
+        "; ".join(map(str, damaged.values()))
+        + "; there is no other checkpoint, and nothing was moved"
     )
 
 
-def _choose_step(run: Path, request: Request, folders: Sequence[Path]) -> Checkpoint:
-    steps = [_read_place(folder)[0] for folder in folders]
+def _warn_of_strangers(choice: Choice, found: Sequence[_Found]) -> None:
+    assert choice.checkpoint is not None
+    own = (None, choice.checkpoint.run_id)
+    strangers = [each.folder.name for each in found if each.run_id not in own]
+    if strangers:
+        logger.warning(
+            "%s holds checkpoints of another run too: %s; it goes on from %s, the newest",
+            choice.checkpoint.path.parent,
+            ", ".join(strangers),
+            choice.checkpoint.path.name,
+        )
+
+
+def _choose_step(run: Path, request: Request, found: Sequence[_Found]) -> Checkpoint:
+    steps = [each.step for each in found]
     if request.step not in steps:
         near = sorted({*steps}, key=lambda step: abs(step - (request.step or 0)))[:3]
         there = f"; the nearest are {', '.join(map(str, sorted(near)))}" if near else ""
         raise CheckpointNotFoundError(f"{run} has no checkpoint of step {request.step}{there}")
-    wanted = folders[len(steps) - 1 - steps[::-1].index(request.step)]
-    if request.stage == "fit" and wanted != folders[-1]:
+    wanted = found[len(steps) - 1 - steps[::-1].index(request.step)]
+    if request.stage == "fit" and wanted != found[-1]:
         raise ResumeError(
             f"step {request.step} is older than the newest, {steps[-1]}, and a run has one future;"
             " start a run of its own from it:"
-            f" resume(NEW, init_from={str(wanted)!r}, init_only=('*',))"
+            f" resume(NEW, init_from={str(wanted.folder)!r}, init_only=('*',))"
         )
-    return _open(wanted)
+    return _open(wanted.folder)
 
 
 def _open(path: Path) -> Checkpoint:
@@ -165,23 +208,9 @@ def _open_source(source: Path) -> Checkpoint:
         is_checkpoint = (source / "manifest.json").is_file()
     if is_checkpoint:
         return open_checkpoint(source)
-    folders = _list_folders(source)
-    if not folders:
+    found = _look_into(source)
+    if not found:
         raise CheckpointNotFoundError(
             f"init_from={str(source)!r} is neither a checkpoint nor a run that holds one"
         )
-    return _open(folders[-1])
-
-
-def _list_folders(run: Path) -> list[Path]:
-    """Return the folders of a run's checkpoints, oldest first by their manifests."""
-    return sorted(list_folders(run), key=lambda folder: (*_read_place(folder), folder.name))
-
-
-def _read_place(folder: Path) -> tuple[int, int]:
-    """Return step and serial from the manifest; from the name where it cannot be read."""
-    try:
-        checkpoint = open_checkpoint(folder)
-    except CheckpointError:
-        return read_folder_name(folder.name) or (-1, 0)
-    return checkpoint.step, checkpoint.serial
+    return _open(found[-1].folder)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import numbers
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -126,7 +127,8 @@ class Saver:
         if self.pace is not None and step is not None:
             raise CallError("step= is for scripts without a loop; the loop counts its own")
         self.collect_done()
-        self.fire("check_attached", components=self.components)
+        with self._streams_kept("ask"):
+            self.fire("check_attached", components=self.components)
         if self.pace is None:
             return self.write(self._check_step(step), wanted)
         self._check_order(self.pace.step)
@@ -179,8 +181,7 @@ class Saver:
         metrics = wanted.metrics
         if self.pace is not None:
             metrics = {**clean_metrics(self.pace.metrics), **metrics}
-        self.fire("note_streams", slot="now")
-        try:
+        with self._streams_kept("now"):
             save = Save(step, metrics, self.components)
             self.fire("save_start", save=save)
             self.fire("save_state", save=save)
@@ -196,8 +197,6 @@ class Saver:
             self._background = Background(step, job)
             logger.info("step %d is copied and is being written behind training", step)
             return None
-        finally:
-            self.fire("put_streams", slot="now")
 
     def delete(self, checkpoint: Checkpoint, why: str) -> None:
         """Delete a checkpoint of this run; the newest must be a later one, and good."""
@@ -236,11 +235,8 @@ class Saver:
         except SaveError:
             self._saved_position = None  # so that the next save is one
             raise
-        self.fire("note_streams", slot="end")
-        try:
+        with self._streams_kept("end"):
             self._finish_save(checkpoint)
-        finally:
-            self.fire("put_streams", slot="end")
 
     def finish(self) -> None:
         """Wait for the save behind training, if any, and take it in."""
@@ -270,6 +266,15 @@ class Saver:
         self.collect_done()
 
     # -- inside --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _streams_kept(self, slot: str) -> Iterator[None]:
+        """Put the random streams back at the end, so that plugins which draw change no run."""
+        self.fire("note_streams", slot=slot)
+        try:
+            yield
+        finally:
+            self.fire("put_streams", slot=slot)
 
     def _make_job(
         self, save: Save, sections: Sequence[Section], wanted: Wanted, started: float

@@ -236,7 +236,9 @@ def test_what_is_tagged_is_kept(tmp_path: Path) -> None:
     assert [each.tag for each in hookbus.checkpoints(tmp_path)] == ["paper", None]
 
 
-def test_what_is_not_of_this_run_is_never_touched(tmp_path: Path) -> None:
+def test_what_is_not_of_this_run_is_never_touched(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Source: pytorch/torchtitan#4292."""
     other = tmp_path / "other"
     with make_bus(a=Keeper()) as bus:
@@ -250,6 +252,7 @@ def test_what_is_not_of_this_run_is_never_touched(tmp_path: Path) -> None:
     shutil.copytree(foreign.path, run / foreign.path.name)
     with make_bus(a=Keeper(), policy=SavePolicy(keep=KeepLast(1))) as bus:
         bus.resume(run, skip=("a",))
+        assert "holds checkpoints of another run too: step-00000000; it goes on" in caplog.text
         for step in (3, 4, 5):
             bus.save(step=step)
     ours = {"run.lock", "run.jsonl", "step-00000005"}

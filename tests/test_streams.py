@@ -264,12 +264,13 @@ def make_drawing(event: str) -> Any:
     return hookbus.hookimpl(implementation)
 
 
-SAVING = ("save_start", "save_state", "save_end")
+SAVING = ("check_attached", "save_start", "save_state", "save_end")
 for _event in SAVING:
     setattr(Draws, _event, make_drawing(_event))
 
 
-def test_a_plugin_that_draws_while_it_saves_changes_nothing(tmp_path) -> None:
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_plugin_that_draws_while_it_saves_changes_nothing(wait: bool, tmp_path) -> None:
     """Source: pytorch/pytorch#122697."""
     build = data_scene("shuffle", ("torch", "python", "numpy"))
     drawing = Draws()
@@ -279,5 +280,5 @@ def test_a_plugin_that_draws_while_it_saves_changes_nothing(tmp_path) -> None:
 
     expected = run_plain(build)
     saves = list_places(build)
-    assert run_bus(build_with_it, tmp_path, saves=saves) == expected
+    assert run_bus(build_with_it, tmp_path, saves=saves, wait=wait) == expected
     assert set(SAVING) == drawing.events <= set(EVENTS)
