@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from builtin_plugins.held import Held
+from builtin_plugins.held import Held, read_attributes
 from builtin_plugins.loader import OF_THE_ORDER, Loader, describe
 from builtin_plugins.search import find_instances, list_subclasses
 from builtin_plugins.streams import find_streams, is_fresh
@@ -27,7 +27,7 @@ class Adopted:
         self._states: dict[int, Mapping[str, Any]] = {}
         self._settings: dict[int, Mapping[str, Any]] = {}
         # What the loaders held that were there before the first epoch after the resume.
-        self._before: dict[int, tuple[weakref.ref[Any], Mapping[str, str]]] = {}
+        self._before: dict[int, tuple[weakref.ref[Any], Held]] = {}
         self._looked = False
         self._warned: set[str] = set()
 
@@ -60,7 +60,7 @@ class Adopted:
         kinds = [each for each in list_subclasses([object]) if each.__qualname__ in names]
         for each in find_instances(kinds):
             with contextlib.suppress(TypeError):  # a list of batches has nothing to restore
-                self._before[id(each)] = weakref.ref(each), Held.read(each).digest()
+                self._before[id(each)] = weakref.ref(each), Held.read(each)
 
     @property
     def loaders(self) -> list[Loader]:
@@ -88,12 +88,29 @@ class Adopted:
         return self._loaders[call]
 
     def _give_back(self, loader: Loader, state: Mapping[str, Any], *, taking_up: bool) -> None:
-        reference, before = self._before.get(id(loader.component), (lambda: None, {}))
+        reference, before = self._before.get(id(loader.component), (lambda: None, None))
         if taking_up:
             loader.put_state(state)
-        elif reference() is loader.component:
-            saved = Held(**state["slots"]["now"]).digest()
-            loader.put_state(state, keep=_list_moved_on(loader.component, before, saved))
+        elif before is not None and reference() is loader.component:
+            saved = Held(**state["slots"]["now"])
+            _warn_of_epochs(loader, before, saved)
+            moved = _list_moved_on(loader.component, before.digest(), saved.digest())
+            loader.put_state(state, keep=moved)
+
+
+def _warn_of_epochs(loader: Loader, before: Held, saved: Held) -> None:
+    """Warn of an epoch of a sampler that the script may have set before, and did not set now.
+
+    Whether it called ``set_epoch`` with what was there anyhow cannot be told.
+    """
+    live = read_attributes(loader.component)
+    for name, value in saved.attributes.items():
+        if name.endswith(".epoch") and live.get(name) == before.attributes.get(name) != value:
+            loader.warn(
+                f"{describe(loader.component)}: {name} was {value} when saved and is"
+                f" {live.get(name)}; if the script does not call set_epoch in each epoch, attach"
+                " the loader, so that it comes back: bus.attach(NAME=loader)"
+            )
 
 
 def _list_moved_on(loader: object, before: Mapping[str, str], saved: Mapping[str, str]) -> Set[str]:

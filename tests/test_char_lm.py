@@ -24,6 +24,8 @@ def start(run: Path, *arguments: object) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Where the tests run in the background of a shell, Ctrl-C is ignored by all they start.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         # Two threads each on two cores that are shared spend their time waiting for each other.
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

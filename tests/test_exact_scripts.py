@@ -18,6 +18,7 @@ from exact import (
     Save,
     check_exact,
     run_bus,
+    run_plain,
 )
 from scenes import (
     BATCH,
@@ -448,6 +449,21 @@ def test_the_epoch_that_the_script_sets_reaches_a_sampler_inside_others(tmp_path
         assert seen[0] == first
     with pytest.raises(SamplerError, match="set_epoch was not called"):
         run_bus(functools.partial(distribute, False, []), tmp_path / "body", seed_number=9)
+
+
+@pytest.mark.parametrize("attach", [True, False])
+def test_a_script_that_sets_the_epoch_now_and_then_is_exact_or_told_to_attach(
+    attach: bool, tmp_path, caplog
+) -> None:
+    def build() -> Parts:
+        parts = data_scene("distributed", epochs=5, attach=attach)()
+        sampler = parts.loader.sampler
+        return attrs.evolve(parts, head=lambda e: None if e % 2 else sampler.set_epoch(e))
+
+    assert run_bus(build, tmp_path, cut=("tail", 2, 0)) is CUT
+    assert (run_bus(build, tmp_path, seed_number=9) == run_plain(build)) is attach
+    told = [text for text in caplog.messages if "sampler.epoch was 2 when saved and is 0" in text]
+    assert len(told) == (0 if attach else 1)
 
 
 class Starting(EagerGlobal):
