@@ -26,6 +26,7 @@ from hookbus.request import Options, Request
 from hookbus.resume import Resume
 from hookbus.resuming import abandon, describe_start
 from hookbus.resuming import fire as fire_restore_event
+from hookbus.run_writer import RunWriter
 from hookbus.saver import Pace, Saver
 from hookbus.sequence import RESUME_EVENTS
 from hookbus.transfer import Transfer
@@ -306,7 +307,7 @@ class HookBus:
             raise BusError("this bus was closed; make a new one")
         request = Request.make(options)
         path = check_run(run)
-        self._rolls_back = self._saver is not None and self._saver.run == path
+        self._rolls_back = self._saver is not None and self._saver.writer.run == path
         if self._saver is not None:
             self._saver.finish()
         for each in EVENTS:
@@ -354,19 +355,17 @@ class HookBus:
         if resume.stage == "fit":
             assert self._lock is not None
             known = checkpoint is not None and not resume.fresh
-            self._saver = Saver(
+            writer = RunWriter(
                 run=resume.run,
-                lock=self._lock,
                 run_id=checkpoint.run_id if checkpoint and known else uuid.uuid4().hex,
                 last=checkpoint if known else None,
                 entries=lambda: self._plugins.entries,
                 components=self.components,
                 fire=self._fire_by_name,
                 watch=self._watch,
-                pace=self._loop,
             )
-            self._saver.note_position()
-            self._saver.note_start(resume)
+            writer.note_start(resume)
+            self._saver = Saver(writer, self._lock, self._loop)
             warn_at_exit(self, self._saver.asked)
         say(describe_start(resume, again=self._rolls_back))
         if checkpoint is not None:
@@ -416,7 +415,7 @@ class HookBus:
             if not self._closed:
                 self._closed = True
                 if self._saver is not None:
-                    self._saver.abandon()
+                    self._saver.writer.abandon()
                 self.fire("bus_close", {})
         finally:
             # What is left is free of cycles, so that loaders and their workers go when the script

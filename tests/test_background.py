@@ -122,7 +122,7 @@ def test_save_end_fires_after_the_commit_in_the_thread_that_trains(
         assert not any("is committed" in text for text in caplog.messages)
         assert listener.ended == []
         disk.free.set()
-        bus._saver._background.wait()
+        bus._saver.writer._background.wait()
         assert listener.ended == []
         next(steps)
         assert listener.ended == [(0, True)]
@@ -161,7 +161,7 @@ def test_a_failure_is_raised_where_the_run_next_looks(
     disk.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     bus.save(wait=False)
     next(epochs)
-    bus._saver._background.wait()
+    bus._saver.writer._background.wait()
     raised = {
         "save": bus.save,
         "safe point": lambda: next(epochs),
@@ -183,17 +183,26 @@ def test_a_failure_is_raised_where_the_run_next_looks(
     bus.close()
 
 
-def test_after_a_failure_the_same_place_is_saved_again(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.parametrize("done", [True, False])
+def test_after_a_failure_the_same_place_is_saved_again(
+    done: bool, tmp_path: Path, disk: Disk
+) -> None:
     bus = make_bus(a=Keeper())
     bus.register(Loop(), "loop")
     bus.resume(tmp_path)
+    bus.save()
     disk.error = OSError(errno.EIO, "broken")
-    bus.save(wait=False)
-    bus._saver._background.wait()
+    disk.free.clear()
+    bus.save(wait=False, metrics={"x": 1})
+    if done:
+        disk.free.set()
+        bus._saver.writer._background.wait()
+    else:
+        threading.Timer(0.1, disk.free.set).start()
     with pytest.raises(SaveError):
-        bus.save()
+        bus.save(metrics={"x": 2})
     disk.error = None
-    assert bus.save().step == 0
+    assert bus.save().path.name == "step-00000000-1"
     bus.close()
 
 
@@ -334,7 +343,7 @@ with hookbus.HookBus(load_plugins=False) as bus:
     for step in range(100):
         bus.save(step=step, wait=False)
         if step:
-            [path.unlink() for path in bus._saver.last.path.iterdir()]
+            [path.unlink() for path in bus._saver.writer.last.path.iterdir()]
         peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 print(peaks[2], peaks[-1])
 """

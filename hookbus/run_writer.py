@@ -1,0 +1,244 @@
+"""Writes the checkpoints of one run, at once or behind training, and its history."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from hookbus.asked import Wanted
+from hookbus.background import Background
+from hookbus.checkpoint import (
+    Checkpoint,
+    Staging,
+    append_record,
+    open_checkpoint,
+    read_folder_name,
+    remove_checkpoint,
+    write_checkpoint,
+)
+from hookbus.errors import SaveError, WriteError
+from hookbus.logs import logger
+from hookbus.registration import Registered
+from hookbus.resume import Resume
+from hookbus.save import Save
+from hookbus.settings import read_settings, read_versions
+
+
+@attrs.define(eq=False)
+class RunWriter:
+    """Writes into one run directory; who may, and when, is for others to decide.
+
+    ``last`` is the newest committed checkpoint of the run.
+    """
+
+    run: Path
+    run_id: str
+    last: Checkpoint | None
+    entries: Callable[[], Sequence[Registered]]
+    components: Mapping[str, object]
+    fire: Callable[..., Any]
+    watch: Callable[..., Any]
+    _staging: Staging = attrs.field(factory=Staging, init=False)
+    _background: Background | None = attrs.field(default=None, init=False)
+    _verified: Path | None = attrs.field(default=None, init=False)
+    _process: int = attrs.field(factory=os.getpid, init=False)
+
+    @property
+    def newest_step(self) -> int:
+        """The step of the newest save, committed or on its way; -1 if there is none."""
+        if self._background is not None:
+            return self._background.step
+        return self.last.step if self.last is not None else -1
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint, committed or on its way."""
+        return self._background is not None or self.last is not None
+
+    def write(
+        self,
+        step: int,
+        wanted: Wanted,
+        *,
+        metrics: Mapping[str, float],
+        progress: Mapping[str, Any],
+        notes: Sequence[str],
+        when_copied: Callable[[], None],
+    ) -> Checkpoint | None:
+        """Collect every plugin's state and commit a checkpoint; ``None`` if behind training.
+
+        Streams are noted before the first plugin is asked and put back at the end, so that a
+        plugin which draws while it saves changes neither the checkpoint nor the run.
+        ``when_copied`` is called as soon as the run may go on.
+        """
+        started = time.perf_counter()
+        self._wait_for_turn(step)
+        with self.streams_kept("now"):
+            save = Save(step, metrics, self.components)
+            self.fire("save_start", save=save)
+            self.fire("save_state", save=save)
+            sections = save.collect_sections(self.entries())
+            if not wanted.wait:
+                sections = self._staging.copy(sections)
+            # Everything in it is as of now.
+            write = functools.partial(
+                write_checkpoint,
+                self.run,
+                run_id=self.run_id,
+                step=save.step,
+                sections=sections,
+                progress=progress,
+                metrics=save.metrics,
+                settings=read_settings(),
+                versions=read_versions(),
+                why=wanted.why,
+                tag=wanted.tag,
+                notes=notes,
+                previous=self.last,
+            )
+            if not wanted.wait:
+                blocked = time.perf_counter() - started
+                when_copied()
+                self._background = Background(step, lambda: self._record(write(), started, blocked))
+                logger.info("step %d is copied and is being written behind training", step)
+                return None
+            total = sum(part.flat.bytes for each in sections for part in each.parts.values())
+            with self.watch("writing", self.run, step, total) as on_bytes:
+                checkpoint = self._record(write(on_bytes=on_bytes), started)
+            when_copied()
+            self._end_save(checkpoint)
+            return checkpoint
+
+    # -- behind training -----------------------------------------------------------------------
+
+    def collect_done(self) -> None:
+        """Take in the save behind training if it is done, and fire `save_end` for it.
+
+        Raises:
+            SaveError: it failed.
+        """
+        background = self._background
+        if background is None or not background.done or os.getpid() != self._process:
+            return
+        self._background = None
+        checkpoint = background.collect()
+        with self.streams_kept("end"):
+            self._end_save(checkpoint)
+
+    def finish(self) -> None:
+        """Wait for the save behind training, if any, and take it in."""
+        if self._background is not None and os.getpid() == self._process:
+            self._background.wait()
+            self.collect_done()
+
+    def abandon(self) -> None:
+        """Wait for the save behind training, if any; the bus goes, and nothing is fired."""
+        if self._background is not None and os.getpid() == self._process:
+            self._background.wait()
+        self._background = None
+
+    def _wait_for_turn(self, step: int) -> None:
+        if self._background is None:
+            return
+        before, seconds = self._background.step, self._background.wait()
+        if seconds > 0.1:
+            logger.warning(
+                "step %d waited %.2f s, since step %d was still being written: save less often, or"
+                " onto a faster disk",
+                step,
+                seconds,
+                before,
+            )
+        self.collect_done()
+
+    # -- the run directory ---------------------------------------------------------------------
+
+    def delete(self, checkpoint: Checkpoint, why: str) -> None:
+        """Delete a checkpoint of this run; the newest must be a later one, and good."""
+        path = checkpoint.path
+        if path.parent != self.run or read_folder_name(path.name) is None:
+            raise SaveError(f"{path} is no checkpoint in {self.run}, so it is not deleted")
+        found = open_checkpoint(path)
+        if found.run_id != self.run_id:
+            raise SaveError(f"{path} is of another run ({found.run_id}), so it is not deleted")
+        newest = self.last
+        if newest is None or (newest.step, newest.serial) <= (found.step, found.serial):
+            raise SaveError(f"{path} is the newest checkpoint of its run, so it is not deleted")
+        if self._verified != newest.path:
+            newest.verify()
+            self._verified = newest.path
+        remove_checkpoint(path)
+        logger.info("%s is deleted: %s", path, why)
+        self._append("delete", checkpoint=path.name, step=found.step, why=why)
+
+    def note_start(self, resume: Resume) -> None:
+        """Write into the history how the run starts this time."""
+        how = "resumed" if not resume.fresh else "warm" if resume.checkpoint else "fresh"
+        self._append(
+            "start",
+            how=how,
+            step=resume.step,
+            checkpoint=str(resume.checkpoint.path) if resume.checkpoint else None,
+            run_id=self.run_id,
+            changes=[str(change) for change in resume.report.changes],
+            versions=dict(read_versions()),
+        )
+
+    # -- inside --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def streams_kept(self, slot: str) -> Iterator[None]:
+        """Put the random streams back at the end, so that plugins which draw change no run."""
+        self.fire("note_streams", slot=slot)
+        try:
+            yield
+        finally:
+            self.fire("put_streams", slot=slot)
+
+    def _record(
+        self, checkpoint: Checkpoint, started: float, blocked: float | None = None
+    ) -> Checkpoint:
+        """Note what a committed checkpoint took, in the history too."""
+        seconds = time.perf_counter() - started
+        checkpoint.seconds = seconds
+        checkpoint.blocked = seconds if blocked is None else blocked
+        self._append(
+            "save",
+            checkpoint=checkpoint.path.name,
+            step=checkpoint.step,
+            blocked=round(checkpoint.blocked, 4),
+            seconds=round(seconds, 4),
+            bytes=sum(section.bytes for section in checkpoint.sections.values()),
+            written=checkpoint.written,
+            why=checkpoint.why,
+            metrics={name: _show_number(n) for name, n in checkpoint.metrics.items()},
+        )
+        return checkpoint
+
+    def _append(self, event: str, **values: Any) -> None:
+        try:
+            append_record(self.run, event, **values)
+        except WriteError as error:  # what it tells of has happened all the same
+            logger.warning("the history of %s is not written: %s", self.run, error)
+
+    def _end_save(self, checkpoint: Checkpoint) -> None:
+        self.last = checkpoint
+        logger.info(
+            "step %d is committed after %.2f s: %s",
+            checkpoint.step,
+            checkpoint.seconds,
+            checkpoint.path,
+        )
+        self.fire("save_end", checkpoint=checkpoint)
+
+
+def _show_number(value: float) -> float | str:
+    """Return a metric as JSON can hold it."""
+    return value if -float("inf") < value < float("inf") else str(value)
