@@ -28,7 +28,8 @@ class Preemption:
     So 143 for SIGTERM and 138 for SIGUSR1; ``on_interrupt`` does the same for Ctrl-C, with 130. A
     second signal ends the process at once. Signals are heeded from the end of the resume until the
     bus closes, in this process only; then the former handlers are back. One that comes after the
-    last safe point is handed to them.
+    last safe point is handed to them. Have SIGTERM sent to the training process alone, and not to
+    its group: a loader's workers end on it, and training breaks without them.
 
     ``grace`` is how many seconds are left after the signal: a WARNING says when that is less than
     the longest way to a safe point and the save have taken.
@@ -113,11 +114,15 @@ class Preemption:
     def bus_close(self) -> None:
         caught, self._caught = self._caught, None
         self._put_back()
-        if caught is not None and os.getpid() == self._process:
+        # An error on its way is to be seen, and ends the process by itself.
+        if caught is not None and os.getpid() == self._process and sys.exception() is None:
             os.kill(os.getpid(), caught)  # too late for a safe point: as if it came now
 
     def _heed(self, number: int, frame: types.FrameType | None) -> None:
-        if os.getpid() != self._process or self._caught is not None:
+        forked = os.getpid() != self._process
+        if forked and number not in (signal.SIGTERM, signal.SIGINT):
+            return  # sent to all processes of the job, as some schedulers do
+        if forked or self._caught is not None:
             # A forked child's own affair; or the second one, which ends it at once.
             self._put_back()
             os.kill(os.getpid(), number)

@@ -144,8 +144,8 @@ def test_a_forked_child_does_not_save(tmp_path: Path) -> None:
         bus.resume(tmp_path)
         child = os.fork()
         if child == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)  # which is not for it
             os.write(write, b"ready")
-            os.read(read, 0)
             threading.Event().wait(60)
             os._exit(0)
         assert os.read(read, 5) == b"ready"
@@ -153,6 +153,31 @@ def test_a_forked_child_does_not_save(tmp_path: Path) -> None:
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGTERM
     assert hookbus.checkpoints(tmp_path) == []
+
+
+def test_an_error_after_the_signal_is_seen(tmp_path: Path) -> None:
+    def resume() -> None:
+        with make_bus(preemption=Preemption()) as bus:
+            bus.resume(tmp_path)
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise ValueError("the cause")
+
+    with pytest.raises(ValueError, match="the cause"):
+        resume()
+
+
+def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alone(tmp_path: Path) -> None:
+    script = SCRIPT.replace("for _ in loop.steps(10):", "for _ in loop.steps(10, loader):").replace(
+        "loop = Loop()",
+        "loader = torch.utils.data.DataLoader(range(8), num_workers=2)\nloop = Loop()",
+    )
+    script = script.replace("os.kill(os.getpid(), signal.SIGTERM)", "os.killpg(0, signal.SIGUSR1)")
+    child = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path), "1"]
+    result = subprocess.run(
+        child, capture_output=True, text=True, check=False, start_new_session=True
+    )
+    assert result.returncode == 138, result.stderr
+    assert [each.step for each in hookbus.checkpoints(tmp_path)] == [4]
 
 
 def test_outside_the_main_thread_it_is_refused(tmp_path: Path) -> None:
