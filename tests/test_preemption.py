@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hookbus
-from builtin_plugins import EverySteps, Loop, Preemption, SavePolicy
+from builtin_plugins import EverySteps, KeepLast, Loop, Preemption, SavePolicy
 from hookbus.errors import CallError
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -262,3 +264,73 @@ def test_it_says_what_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     with pytest.raises(SystemExit):
         train(tmp_path, Preemption(), kill=(5, signal.SIGTERM))
     assert "SIGTERM: step 6 is saved, and the run ends here" in caplog.messages
+
+
+# -- at any moment ------------------------------------------------------------------------------
+
+
+class Ready:
+    """Writes to a pipe as soon as the run can be stopped."""
+
+    kind = "ready"
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    @hookbus.hookimpl(trylast=True)
+    def resume_end(self, resume: hookbus.Resume) -> None:
+        os.write(self._pipe, b"!")
+
+
+def train_in_child(run: Path, epochs: int, wait_for: float | None) -> int:
+    """Train in a forked process, stop it after some seconds, and return its exit status."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            plugins = [Ready(write), Preemption(), SavePolicy(when=EverySteps(3), keep=KeepLast(2))]
+            bits = train(run, *plugins, epochs=epochs, seed_number=os.getpid())
+            (run / "bits").write_text(repr(bits))
+            status = 0
+        except SystemExit as end:
+            status = int(str(end.code))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    os.close(write)
+    os.read(read, 1)
+    os.close(read)
+    if wait_for is not None:
+        threading.Event().wait(wait_for)
+        os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def check_signals(run: Path, count: int) -> None:
+    epochs, moments, ends = 30 * count, random.Random(1), 0
+    # Before the first fork, so that what torch imports at its first use is there for all.
+    expected = repr(train(run.with_name("whole"), epochs=epochs))
+    while True:
+        before = hookbus.checkpoints(run)
+        status = train_in_child(run, epochs, moments.uniform(0, 0.1))
+        if status == 0:
+            break
+        assert status == 143
+        ends += 1
+        after = hookbus.checkpoints(run)[-1]
+        assert "SIGTERM" in after.why
+        assert not before or after.step >= before[-1].step
+    assert ends > count / 2
+    assert (run / "bits").read_text() == expected
+
+
+def test_signals_at_random_moments_each_end_saved_and_go_on_exactly(tmp_path: Path) -> None:
+    check_signals(tmp_path / "run", 8)
+
+
+@pytest.mark.sweep
+def test_a_hundred_signals_at_random_moments_each_end_saved(tmp_path: Path) -> None:
+    check_signals(tmp_path / "run", 100)
