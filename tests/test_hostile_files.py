@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 import hookbus
 from hookbus.checkpoint import Checkpoint, Part, RunLock, Section, flatten, write_checkpoint
-from hookbus.checkpoint.tensors import TensorInfo, describe, make_header
+from hookbus.checkpoint.tensor_info import TensorInfo, make_header
+from hookbus.checkpoint.tensors import describe
 from hookbus.errors import (
     CallError,
     CheckpointNotFoundError,
@@ -80,9 +81,8 @@ def change_tensor(**changes: Any) -> Change:
         part["tensors"]["w"].update(changes)
         infos = []
         for name, each in part["tensors"].items():
-            dtype = getattr(torch, each["dtype"])
-            shape, size = torch.Size(each["shape"]), each["bytes"]
-            infos.append(TensorInfo(name, dtype, shape, size, each["hash"]))
+            shape, size = tuple(each["shape"]), each["bytes"]
+            infos.append(TensorInfo(name, each["dtype"], shape, size, each["hash"]))
         header = make_header(infos)
         part["file"]["bytes"] = len(header) + sum(info.bytes for info in infos)
         part["file"]["header"] = xxhash.xxh3_128_hexdigest(header)

@@ -16,8 +16,8 @@ import xxhash
 
 from hookbus.checkpoint.files import open_file
 from hookbus.checkpoint.names import file_name
-from hookbus.checkpoint.tensors import TensorInfo, make_header
-from hookbus.checkpoint.tree import rebuild
+from hookbus.checkpoint.nodes import rebuild
+from hookbus.checkpoint.tensor_info import TensorInfo, make_header
 from hookbus.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
 
 FORMAT = 1
