@@ -78,12 +78,32 @@ def test_imports_point_one_way(path: Path) -> None:
         assert not ours
     if module.startswith("hookbus.checkpoint"):
         assert {n for n in ours if not n.startswith("hookbus.checkpoint")} <= {"hookbus.errors"}
+    if module.startswith("hookbus.cli"):
+        rooms = ("hookbus.checkpoint", "hookbus.cli", "hookbus.errors", "hookbus.logs")
+        assert all(name.startswith(rooms) for name in ours)
     if module in ("hookbus.hookspecs", "hookbus.sequence", "hookbus.report"):
         assert ours <= {"hookbus.errors"}
     if module == "hookbus.request":
         assert ours <= {"hookbus.checkpoint", "hookbus.errors"}
     if module in ("hookbus.resume", "hookbus.save", "hookbus.registration", "hookbus.ordering"):
         assert not ours & {"hookbus.plugins", "hookbus.relay", "hookbus.resuming", "hookbus.saver"}
+
+
+WITH_TORCH = {"tensors", "torch_kinds", "leaves", "tree", "loading", "placing"}
+WITH_TORCH |= {"writer", "staging"}
+LOOKING = [path for path in PRODUCT if path.parent.name in ("checkpoint", "cli")]
+
+
+@pytest.mark.parametrize("path", LOOKING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_looks_at_a_checkpoint_imports_no_torch_as_it_is_imported(path: Path) -> None:
+    tree = read_tree(path)
+    tree.body = [node for node in tree.body if not isinstance(node, ast.If | ast.FunctionDef)]
+    for node in ast.walk(tree):  # what stands in a function is imported when that is called
+        if isinstance(node, ast.ClassDef):
+            node.body = [each for each in node.body if not isinstance(each, ast.FunctionDef)]
+    imported = set(list_imports(tree))
+    found = imported & {"torch", *(f"hookbus.checkpoint.{name}" for name in WITH_TORCH)}
+    assert bool(found) == (path.parent.name == "checkpoint" and path.stem in WITH_TORCH), found
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=IDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import io
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import typer
 from hookbus.cli import history, inspect, verify
 from hookbus.cli.output import escape
 from hookbus.errors import CorruptCheckpointError, FormatError, HookbusError
+from hookbus.logs import logger
 
 FINDING = 1
 BAD_USE = 2
@@ -64,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
         return _report(f"{error.format_message().rstrip('.')}; see hookbus --help", BAD_USE)
     except (CorruptCheckpointError, FormatError) as error:
         return _report(str(error), FINDING)
+    except RecursionError:
+        return _report("what was read is nested too deeply to be shown", FINDING)
     except (HookbusError, OSError) as error:
         return _report(str(error), BAD_USE)
 
@@ -71,7 +75,15 @@ def main(arguments: Sequence[str]) -> int:
 def run() -> None:
     """Be the command: what is piped into ``head`` ends with it, as any command does."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    logger.addHandler(_OneLine(logging.WARNING))
     sys.exit(main(sys.argv[1:]))
+
+
+class _OneLine(logging.Handler):
+    """Says what the library warns of in the same way as an error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        _report(record.getMessage(), 0)
 
 
 def _report(text: str, status: int) -> int:

@@ -87,16 +87,18 @@ def print_json(value: object) -> None:
 def make_plain(value: Any) -> Any:
     """Return a value as JSON can hold it: what JSON has not becomes text."""
     if isinstance(value, Mapping):
-        return {str(key): make_plain(each) for key, each in value.items()}
+        return {_to_text(key): make_plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [make_plain(each) for each in value]
     if isinstance(value, datetime):
         return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | float | str):
         return value
-    return str(value)
+    if isinstance(value, int) and value.bit_length() <= 64:
+        return value
+    return _to_text(value)
 
 
 def show_bytes(size: object) -> str:
@@ -110,14 +112,23 @@ def show(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_show_inside(each)}" for key, each in value.items()) or "-"
+        return (
+            ", ".join(f"{_to_text(key)} {_show_inside(each)}" for key, each in value.items()) or "-"
+        )
     if isinstance(value, list | tuple):
         return ", ".join(map(_show_inside, value)) or "-"
-    return str(value)
+    return _to_text(value)
 
 
 def _show_inside(value: object) -> str:
-    return str(value) if isinstance(value, Mapping | list | tuple) else show(value)
+    return _to_text(value) if isinstance(value, Mapping | list | tuple) else show(value)
+
+
+def _to_text(value: object) -> str:
+    try:
+        return str(value)
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return f"a {type(value).__name__} that is too long to show"
 
 
 def show_time(moment: datetime) -> str:
