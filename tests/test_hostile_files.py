@@ -573,3 +573,16 @@ def test_a_save_does_not_make_a_run_anew_that_is_gone(tmp_path):
     with pytest.raises(WriteError, match="the run directory is gone; nothing is written"):
         save(tmp_path / "run", 1)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("shape", ["ab", [-1], [1.0], [True], None])
+def test_the_shape_of_a_sparse_tensor_is_a_list_of_sizes(tmp_path: Path, shape: Any) -> None:
+    form = {"is": "sparse_coo", "shape": shape, "parts": {"values": "w"}, "coalesced": True}
+
+    def change(manifest: dict[str, Any]) -> None:
+        part_of(manifest)["tree"]["w"] = {"$tensor": [form, False]}
+
+    folder = reseal(save(tmp_path, {"w": torch.ones(2)}), change)
+    with pytest.raises(FormatError) as caught:
+        hookbus.open(folder).metadata("s")
+    assert f"shape is {shape!r}, not a list of sizes" in str(caught.value)

@@ -258,9 +258,9 @@ def _read_part(
 
 
 def _read_tensors(tensors: dict[str, Any]) -> dict[str, TensorInfo]:
-    stored, name = dict[str, TensorInfo](), ""
+    stored, name, items = dict[str, TensorInfo](), "", tensors.items()
     try:
-        for name, written in tensors.items():
+        for name, written in items:
             stored[name] = TensorInfo.from_json(name, **written)
     except Exception:  # there may be very many: a `with` for each takes longer than the rest
         with _named(f"tensor {name!r}"):

@@ -120,9 +120,10 @@ class TensorInfo:
         if dtype not in STORED:
             raise FormatError(f"dtype {dtype!r}, which this version cannot read")
         itemsize = STORED[dtype].itemsize
-        if not are_sizes(shape) or math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
+        size = math.prod(shape) * itemsize if are_sizes(shape) else 2**63
+        if (size or math.prod(n for n in shape if n) * itemsize) >= 2**63:
             raise FormatError(f"shape is {shape!r}, not a list of sizes")
-        if type(bytes) is not int or math.prod(shape) * itemsize != bytes:
+        if type(bytes) is not int or size != bytes:
             raise FormatError(f"bytes is {bytes!r} and not that of shape {shape} and {dtype}")
         if type(hash) is not str:
             raise FormatError(f"hash is {hash!r}, not a string")
@@ -133,7 +134,12 @@ class TensorInfo:
 
 
 def are_sizes(values: object) -> bool:
-    return type(values) is list and all(type(n) is int and 0 <= n < 2**63 for n in values)
+    if type(values) is not list:
+        return False
+    for n in values:  # noqa: SIM110 - all() takes twice as long, and there may be very many
+        if type(n) is not int or not 0 <= n < 2**63:
+            return False
+    return True
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
