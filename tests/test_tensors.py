@@ -521,6 +521,6 @@ def test_a_tensor_on_an_accelerator_comes_back_to_it_in_place(tmp_path):
 
 
 def test_what_is_known_of_a_dtype_without_torch_is_what_torch_says() -> None:
-    assert {name for name in STORED} == {str(d).removeprefix("torch.") for d in NATIVE + CARRIED}
+    assert set(STORED) == {str(d).removeprefix("torch.") for d in NATIVE + CARRIED}
     for name, stored in STORED.items():
         assert getattr(torch, name).itemsize == stored.itemsize, name
