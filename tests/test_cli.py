@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -150,6 +151,8 @@ def test_all_that_is_damaged_is_named_and_verify_says_the_same(tmp_path: Path) -
     with pytest.raises(hookbus.errors.CorruptCheckpointError) as caught:
         saved.verify()
     assert str(caught.value) == "; ".join(each.text for each in damage)
+    flip(saved.path / "manifest.json", 50)
+    assert [each.file for each in saved.list_damage()] == ["manifest.json", *["s.safetensors"] * 2]
 
 
 def test_a_checkpoint_that_a_run_deletes_meanwhile_is_no_finding(
@@ -172,13 +175,13 @@ def test_a_checkpoint_that_a_run_deletes_meanwhile_is_no_finding(
 def test_a_bar_is_drawn_on_a_terminal_for_what_is_big(run: Path, command: Command) -> None:
     code = (
         "import sys; from hookbus.cli import app, verify\n"
-        "verify.SHOWN_FROM = int(sys.argv[1]); sys.stderr.isatty = lambda: True\n"
-        "sys.exit(app.main(sys.argv[2:]))"
+        "verify.SHOWN_FROM = int(sys.argv[1]); sys.stderr.isatty = lambda: sys.argv[2] == 'shown'\n"
+        "sys.exit(app.main(sys.argv[3:]))"
     )
-    drawn = [start(least, "verify", run, code=code, TTY_COMPATIBLE="1") for least in (25, 24)]
-    assert [b"verifying" in each.stderr for each in drawn] == [False, True]
-    assert [each.returncode for each in drawn] == [0, 0]
-    assert b"verifying" not in start("verify", run).stderr
+    cases = [(25, "shown"), (24, "shown"), (24, "not")]
+    drawn = [start(*case, "verify", run, code=code, TTY_COMPATIBLE="1") for case in cases]
+    assert [b"verifying" in each.stderr for each in drawn] == [False, True, False]
+    assert [each.returncode for each in drawn] == [0, 0, 0]
 
 
 # -- history -----------------------------------------------------------------------------------
@@ -267,6 +270,13 @@ def test_a_line_that_is_nested_too_deeply_is_left_out_or_is_one_line_of_error(
             check_one_line(err, "nested too deeply")
         else:
             assert json.loads(out) == []
+
+
+def test_a_history_that_is_no_file_is_not_waited_for(tmp_path: Path, command: Command) -> None:
+    os.mkfifo(tmp_path / "run.jsonl")
+    status, _, err = command("history", tmp_path)
+    assert status == 2
+    check_one_line(err, "not a regular file")
 
 
 def test_a_run_without_a_history_says_so(tmp_path: Path, command: Command) -> None:
@@ -389,6 +399,13 @@ def test_names_that_are_hard_to_show_are_shown(tmp_path: Path, command: Command)
     assert r"\x1b[2J\n" in out
     assert out.replace("\n", "").isprintable()
     assert len(json.loads(command("inspect", saved.path, "s", "--json")[1])) > 0
+
+
+def test_names_that_are_longer_and_longer_are_shown(tmp_path: Path, command: Command) -> None:
+    names = [".".join("a" * length) for length in range(1, 1200)]
+    saved = write(tmp_path, section("s", {name: torch.ones(1) for name in names}))
+    status, out, _ = command("inspect", saved.path, "--tensors")
+    assert (status, out.count(" [1] float32 4 bytes\n")) == (0, len(names))
 
 
 # -- how a command ends ------------------------------------------------------------------------
@@ -543,13 +560,12 @@ def test_what_is_piped_into_head_ends_without_a_word(run: Path) -> None:
         with (run / "run.jsonl").open("a") as file:
             file.write(line + "\n")
     for option in ("", " --json"):
+        line = f'"$0" -m hookbus history "$1"{option} | head -1; exit ${{PIPESTATUS[0]}}'
         ended = subprocess.run(
-            ["bash", "-c", f'"$0" -m hookbus history "$1"{option} | head -1', sys.executable, run],
-            capture_output=True,
-            check=True,
+            ["bash", "-c", line, sys.executable, run], capture_output=True, check=False
         )
         assert ended.stdout.count(b"\n") == 1
-        assert ended.stderr == b""
+        assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.parametrize("arguments", COMMANDS[:4], ids=" ".join)
