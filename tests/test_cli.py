@@ -69,6 +69,7 @@ def start(*arguments: object, code: str = "", **environment: str) -> subprocess.
         env={**os.environ, **environment},
         capture_output=True,
         check=False,
+        timeout=120,
     )
 
 
@@ -272,11 +273,11 @@ def test_a_line_that_is_nested_too_deeply_is_left_out_or_is_one_line_of_error(
             assert json.loads(out) == []
 
 
-def test_a_history_that_is_no_file_is_not_waited_for(tmp_path: Path, command: Command) -> None:
+def test_a_history_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "run.jsonl")
-    status, _, err = command("history", tmp_path)
-    assert status == 2
-    check_one_line(err, "not a regular file")
+    ended = start("history", tmp_path)
+    assert ended.returncode == 2
+    check_one_line(ended.stderr.decode(), "not a regular file")
 
 
 def test_a_run_without_a_history_says_so(tmp_path: Path, command: Command) -> None:
@@ -589,6 +590,7 @@ def test_a_disk_that_is_full_is_one_line(run: Path) -> None:
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, "-m", "hookbus", "history", run],
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # nothing is written before the end
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import io
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -76,7 +77,13 @@ def run() -> None:
     """Be the command: what is piped into ``head`` ends with it, as any command does."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     logger.addHandler(_OneLine(logging.WARNING))
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:  # which was told of, and Python would do so again as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(status)
 
 
 class _OneLine(logging.Handler):
