@@ -1,9 +1,16 @@
-"""An event-driven hook bus: start the same command again and training goes on bit for bit."""
+"""An event-driven hook bus: start the same command again and training goes on bit for bit.
+
+The bus and what belongs to it are imported when they are first asked for: they need torch, and
+whoever only looks at a checkpoint should not wait for it.
+"""
+
+import importlib
+import typing
 
 from hookbus import errors
-from hookbus.bus import HookBus
 from hookbus.checkpoint import (
     Checkpoint,
+    Damage,
     Metadata,
     SectionInfo,
     TensorInfo,
@@ -12,18 +19,47 @@ from hookbus.checkpoint import (
     history,
 )
 from hookbus.checkpoint import open_checkpoint as open
-from hookbus.entry_points import Failed
-from hookbus.hookspecs import hookimpl, hookspec
-from hookbus.ordering import Place
-from hookbus.registration import Registered
-from hookbus.report import Change, Report, SectionReport
-from hookbus.resume import Resume
-from hookbus.save import Save
-from hookbus.transfer import Transfer
+
+if typing.TYPE_CHECKING:
+    from hookbus.bus import HookBus
+    from hookbus.entry_points import Failed
+    from hookbus.hookspecs import hookimpl, hookspec
+    from hookbus.ordering import Place
+    from hookbus.registration import Registered
+    from hookbus.report import Change, Report, SectionReport
+    from hookbus.resume import Resume
+    from hookbus.save import Save
+    from hookbus.transfer import Transfer
+else:
+    _LATER = {
+        "Change": "hookbus.report",
+        "HookBus": "hookbus.bus",
+        "Failed": "hookbus.entry_points",
+        "hookimpl": "hookbus.hookspecs",
+        "hookspec": "hookbus.hookspecs",
+        "Place": "hookbus.ordering",
+        "Registered": "hookbus.registration",
+        "Report": "hookbus.report",
+        "SectionReport": "hookbus.report",
+        "Resume": "hookbus.resume",
+        "Save": "hookbus.save",
+        "Transfer": "hookbus.transfer",
+    }
+
+    def __getattr__(name):
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = found = getattr(importlib.import_module(_LATER[name]), name)
+        return found
+
+    def __dir__():
+        return sorted({*globals(), *_LATER})
+
 
 __all__ = [
     "Change",
     "Checkpoint",
+    "Damage",
     "Failed",
     "HookBus",
     "Metadata",

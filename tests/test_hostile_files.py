@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 import hookbus
 from hookbus.checkpoint import Checkpoint, Part, RunLock, Section, flatten, write_checkpoint
-from hookbus.checkpoint.tensors import TensorInfo, describe, make_header
+from hookbus.checkpoint.tensor_info import TensorInfo, make_header
+from hookbus.checkpoint.tensors import describe
 from hookbus.errors import (
     CallError,
     CheckpointNotFoundError,
@@ -80,9 +81,8 @@ def change_tensor(**changes: Any) -> Change:
         part["tensors"]["w"].update(changes)
         infos = []
         for name, each in part["tensors"].items():
-            dtype = getattr(torch, each["dtype"])
-            shape, size = torch.Size(each["shape"]), each["bytes"]
-            infos.append(TensorInfo(name, dtype, shape, size, each["hash"]))
+            shape, size = tuple(each["shape"]), each["bytes"]
+            infos.append(TensorInfo(name, each["dtype"], shape, size, each["hash"]))
         header = make_header(infos)
         part["file"]["bytes"] = len(header) + sum(info.bytes for info in infos)
         part["file"]["header"] = xxhash.xxh3_128_hexdigest(header)
@@ -573,3 +573,16 @@ def test_a_save_does_not_make_a_run_anew_that_is_gone(tmp_path):
     with pytest.raises(WriteError, match="the run directory is gone; nothing is written"):
         save(tmp_path / "run", 1)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("shape", ["ab", [-1], [1.0], [True], None])
+def test_the_shape_of_a_sparse_tensor_is_a_list_of_sizes(tmp_path: Path, shape: Any) -> None:
+    form = {"is": "sparse_coo", "shape": shape, "parts": {"values": "w"}, "coalesced": True}
+
+    def change(manifest: dict[str, Any]) -> None:
+        part_of(manifest)["tree"]["w"] = {"$tensor": [form, False]}
+
+    folder = reseal(save(tmp_path, {"w": torch.ones(2)}), change)
+    with pytest.raises(FormatError) as caught:
+        hookbus.open(folder).metadata("s")
+    assert f"shape is {shape!r}, not a list of sizes" in str(caught.value)

@@ -31,7 +31,7 @@ def read_tree(path: Path) -> ast.Module:
 def list_imports(tree: ast.Module) -> Iterator[str]:
     """Yield the modules that a file imports, without those for type checkers alone."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
             node.body = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -78,12 +78,32 @@ def test_imports_point_one_way(path: Path) -> None:
         assert not ours
     if module.startswith("hookbus.checkpoint"):
         assert {n for n in ours if not n.startswith("hookbus.checkpoint")} <= {"hookbus.errors"}
+    if module.startswith("hookbus.cli"):
+        rooms = ("hookbus.checkpoint", "hookbus.cli", "hookbus.errors", "hookbus.logs")
+        assert all(name.startswith(rooms) for name in ours)
     if module in ("hookbus.hookspecs", "hookbus.sequence", "hookbus.report"):
         assert ours <= {"hookbus.errors"}
     if module == "hookbus.request":
         assert ours <= {"hookbus.checkpoint", "hookbus.errors"}
     if module in ("hookbus.resume", "hookbus.save", "hookbus.registration", "hookbus.ordering"):
         assert not ours & {"hookbus.plugins", "hookbus.relay", "hookbus.resuming", "hookbus.saver"}
+
+
+WITH_TORCH = {"tensors", "torch_kinds", "leaves", "tree", "loading", "placing"}
+WITH_TORCH |= {"writer", "staging"}
+LOOKING = [path for path in PRODUCT if path.parent.name in ("checkpoint", "cli")]
+
+
+@pytest.mark.parametrize("path", LOOKING, ids=lambda path: str(path.relative_to(ROOT)))
+def test_what_looks_at_a_checkpoint_imports_no_torch_as_it_is_imported(path: Path) -> None:
+    tree = read_tree(path)
+    tree.body = [node for node in tree.body if not isinstance(node, ast.If | ast.FunctionDef)]
+    for node in ast.walk(tree):  # what stands in a function is imported when that is called
+        if isinstance(node, ast.ClassDef):
+            node.body = [each for each in node.body if not isinstance(each, ast.FunctionDef)]
+    imported = set(list_imports(tree))
+    found = imported & {"torch", *(f"hookbus.checkpoint.{name}" for name in WITH_TORCH)}
+    assert bool(found) == (path.parent.name == "checkpoint" and path.stem in WITH_TORCH), found
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=IDS)
@@ -150,10 +170,11 @@ def is_documented(thing: object) -> bool:
 
 @pytest.mark.parametrize("package", [hookbus, builtin_plugins], ids=lambda each: each.__name__)
 def test_all_names_every_public_thing_and_each_has_a_docstring(package: ModuleType) -> None:
+    found = {name: getattr(package, name) for name in dir(package) if not name.startswith("_")}
     public = {
         name
-        for name, value in vars(package).items()
-        if not name.startswith("_") and not (isinstance(value, ModuleType) and value is not errors)
+        for name, value in found.items()
+        if not isinstance(value, ModuleType) or value is errors
     }
     assert set(package.__all__) == public
     assert list(package.__all__) == sorted(package.__all__)

@@ -24,6 +24,7 @@ from hookbus.checkpoint import (
     unflatten,
     write_checkpoint,
 )
+from hookbus.checkpoint.tensor_info import STORED
 from hookbus.errors import FormatError, StateError
 
 law = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -517,3 +518,9 @@ def test_a_tensor_on_an_accelerator_comes_back_to_it_in_place(tmp_path):
     checkpoint.read_into("s", live)
     assert live["w"].is_cuda
     assert torch.equal(live["w"], tensor)
+
+
+def test_what_is_known_of_a_dtype_without_torch_is_what_torch_says() -> None:
+    assert set(STORED) == {str(d).removeprefix("torch.") for d in NATIVE + CARRIED}
+    for name, stored in STORED.items():
+        assert getattr(torch, name).itemsize == stored.itemsize, name

@@ -23,7 +23,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from hookbus.checkpoint import flatten, unflatten
 from hookbus.checkpoint.kinds import DECODERS
-from hookbus.checkpoint.leaves import LEAVES
+from hookbus.checkpoint.nodes import LEAVES
+from hookbus.checkpoint.torch_kinds import TORCH_DECODERS
 from hookbus.errors import FormatError, StateError
 
 law = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -227,7 +228,7 @@ any_json = st.recursive(
         st.lists(inner, max_size=3),
         st.dictionaries(st.text(max_size=4), inner, max_size=2),
         st.dictionaries(
-            st.sampled_from([*DECODERS, *LEAVES, "$other"]),
+            st.sampled_from([*DECODERS, *TORCH_DECODERS, *LEAVES, "$other"]),
             inner,
             min_size=1,
             max_size=1,

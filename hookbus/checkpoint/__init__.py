@@ -1,6 +1,12 @@
-"""The checkpoint on disk. It knows no bus."""
+"""The checkpoint on disk. It knows no bus.
+
+What makes tensors is imported when it is first asked for: whoever only looks at a checkpoint, such
+as the command line, need not wait for torch.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from hookbus.checkpoint.history import append_record, history
 from hookbus.checkpoint.lock import RunLock
@@ -13,7 +19,13 @@ from hookbus.checkpoint.names import (
     read_folder_name,
     take_path,
 )
-from hookbus.checkpoint.reader import Checkpoint, Metadata, SectionInfo, open_checkpoint
+from hookbus.checkpoint.reader import (
+    Checkpoint,
+    Damage,
+    Metadata,
+    SectionInfo,
+    open_checkpoint,
+)
 from hookbus.checkpoint.run_directory import (
     best,
     checkpoints,
@@ -22,14 +34,31 @@ from hookbus.checkpoint.run_directory import (
     set_aside,
     sweep,
 )
-from hookbus.checkpoint.staging import Staging
-from hookbus.checkpoint.tensors import TensorInfo
-from hookbus.checkpoint.tree import Flat, flatten, unflatten
-from hookbus.checkpoint.writer import Part, Section, write_checkpoint
+from hookbus.checkpoint.tensor_info import TensorInfo
+
+if TYPE_CHECKING:
+    from hookbus.checkpoint.staging import Staging
+    from hookbus.checkpoint.tree import Flat, flatten, unflatten
+    from hookbus.checkpoint.writer import Part, Section, write_checkpoint
+else:
+
+    def __getattr__(name):
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from hookbus.checkpoint import staging, tree, writer
+
+        found = vars(staging) | vars(tree) | vars(writer)
+        globals().update({each: found[each] for each in __all__ if each in found})
+        return globals()[name]
+
+    def __dir__():
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "NAME_RULE",
     "Checkpoint",
+    "Damage",
     "Flat",
     "Metadata",
     "Part",

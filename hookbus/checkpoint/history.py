@@ -46,10 +46,12 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
     records = []
     torn = 0
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for line in (take_path("run", run) / NAME).read_bytes().splitlines():
+        with os.fdopen(files.open_file(take_path("run", run) / NAME), "rb") as file:
+            lines = file.read().splitlines()
+        for line in lines:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if isinstance(record, dict) and "event" in record:
                 records.append(record)

@@ -1,4 +1,4 @@
-"""What each plain type is as JSON: the closed list."""
+"""What each plain type is as JSON: the closed list, without the types of torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,7 @@ from typing import Any
 
 import attrs
 import numpy
-import torch
 
-from hookbus.checkpoint.leaves import name_type, read_dtype
-from hookbus.checkpoint.tensors import dtype_name
 from hookbus.errors import StateError
 
 Walk = Callable[..., Any]  # encodes what stands for the value in hand, or lies a step below it
@@ -35,8 +32,20 @@ class Kind:
     decode: Callable[[Any], object]
 
 
-_DTYPES = {dtype_name(d): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _FACTORIES = {f.__name__: f for f in (int, float, str, list, dict, set, tuple)}
+
+
+def name_type(value: object) -> str:
+    kind = type(value)
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def read_dtype(name: str) -> numpy.dtype[Any]:
+    """Return a numpy dtype by name; one of objects would take bytes of the file for addresses."""
+    dtype = numpy.dtype(name)
+    if dtype.kind in "OV":
+        raise ValueError(f"an array of dtype {name}")
+    return dtype
 
 
 def _encode_set(value: Any, walk: Walk) -> list[Any]:
@@ -135,9 +144,6 @@ _KINDS = (
     Kind("bytearray", bytearray, lambda v, walk: b64encode(v).decode(), _decode_bytearray),
     Kind("slice", slice, lambda v, walk: walk([v.start, v.stop, v.step]), lambda p: slice(*p)),
     Kind("range", range, lambda v, walk: walk([v.start, v.stop, v.step]), lambda p: range(*p)),
-    Kind("Size", torch.Size, lambda v, walk: walk(list(v)), torch.Size),
-    Kind("dtype", torch.dtype, lambda v, walk: dtype_name(v), lambda p: _DTYPES[p]),
-    Kind("device", torch.device, lambda v, walk: str(v), torch.device),
     Kind("Path", type(pathlib.Path()), lambda v, walk: walk(str(v)), pathlib.Path),
     Kind("date", date, lambda v, walk: v.isoformat(), date.fromisoformat),
     Kind("time", time, _encode_moment, lambda p: _decode_moment(time, p)),

@@ -7,7 +7,6 @@ the name of a dense one, or a dict with the names of the parts of a sparse or qu
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,10 +15,11 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from hookbus.checkpoint.tensors import TensorInfo, dtype_name, find_overlaps, find_problem, view_key
+from hookbus.checkpoint.kinds import name_type, read_dtype
+from hookbus.checkpoint.nodes import QUANTIZED
+from hookbus.checkpoint.tensors import dtype_name, find_overlaps, find_problem, view_key
 from hookbus.errors import StateError
 
-LEAVES = ("$tensor", "$parameter", "$array", "$blob")
 LONG = 4096  # bytes from which on a bytes or bytearray is stored beside the tensors
 
 KeyPath = tuple["KeyPath | None", object]  # the path of the holder, and the last step
@@ -37,7 +37,6 @@ _COMPRESSED = {
     "sparse_bsr": (torch.sparse_bsr, torch.Tensor.crow_indices, torch.Tensor.col_indices),
     "sparse_bsc": (torch.sparse_bsc, torch.Tensor.ccol_indices, torch.Tensor.row_indices),
 }
-_QUANTIZED = {"qint8": torch.qint8, "quint8": torch.quint8, "qint32": torch.qint32}
 
 
 def list_steps(path: KeyPath | None) -> list[object]:
@@ -47,11 +46,6 @@ def list_steps(path: KeyPath | None) -> list[object]:
         path, step = path
         steps.append(step)
     return steps[::-1]
-
-
-def name_type(value: object) -> str:
-    kind = type(value)
-    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
 def show_path(path: KeyPath | None) -> str:
@@ -127,7 +121,7 @@ def _encode_form(tensor: torch.Tensor, path: KeyPath | None, store: Store) -> st
         parts = {"compressed": compressed(tensor), "plain": plain(tensor)}
         parts["values"] = tensor.values()
         extra = {}
-    elif tensor.is_quantized and dtype_name(tensor.dtype) in _QUANTIZED:
+    elif tensor.is_quantized and dtype_name(tensor.dtype) in QUANTIZED:
         layout = dtype_name(tensor.dtype)
         parts = {"values": tensor.int_repr()}
         if tensor.qscheme() is torch.per_tensor_affine:
@@ -175,32 +169,6 @@ def encode_blob(data: bytes | bytearray, path: KeyPath | None, store: Store) -> 
 # -- and back ------------------------------------------------------------------------------------
 
 
-def list_names(payload: Any) -> list[str]:
-    """Return the names of the tensors that a leaf is made of."""
-    form = payload[0]
-    return [form] if isinstance(form, str) else list(form["parts"].values())
-
-
-def describe_leaf(tag: str, payload: Any, infos: Mapping[str, TensorInfo]) -> TensorInfo:
-    """Return what is known of a leaf; a sparse or quantized tensor is described as a whole."""
-    form = payload[0]
-    if tag == "$array" and len(payload) > 1:
-        _, name, shape = payload
-        if read_dtype(name).itemsize * math.prod(shape) != infos[form].bytes:
-            raise ValueError(f"an array {shape} of dtype {name} has {infos[form].bytes} bytes")
-    if isinstance(form, str):
-        return infos[form]
-    parts = [infos[name] for name in form["parts"].values()]
-    values = infos[form["parts"]["values"]]
-    return TensorInfo(
-        values.name.removesuffix(".values"),
-        _QUANTIZED.get(form["is"], values.dtype),
-        torch.Size(form["shape"]),
-        sum(part.bytes for part in parts),
-        "+".join(part.hash for part in parts),
-    )
-
-
 def decode_leaf(tag: str, payload: Any, tensors: Mapping[str, torch.Tensor]) -> object:
     """Return the tensor, parameter, array or bytes of a leaf; memory is shared with ``tensors``."""
     if tag == "$blob":
@@ -221,14 +189,6 @@ def _decode_array(raw: NDArray[numpy.uint8], name: str, shape: list[int]) -> NDA
     if raw.size and not dtype.itemsize:
         raise ValueError(f"an array of dtype {name} has {raw.size} bytes")
     return raw.view(dtype).reshape(shape) if dtype.itemsize else numpy.ndarray(shape, dtype)
-
-
-def read_dtype(name: str) -> numpy.dtype[Any]:
-    """Return a numpy dtype by name; one of objects would take bytes of the file for addresses."""
-    dtype = numpy.dtype(name)
-    if dtype.kind in "OV":
-        raise ValueError(f"an array of dtype {name}")
-    return dtype
 
 
 def _decode_form(form: Node, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:

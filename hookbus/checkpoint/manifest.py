@@ -16,8 +16,8 @@ import xxhash
 
 from hookbus.checkpoint.files import open_file
 from hookbus.checkpoint.names import file_name
-from hookbus.checkpoint.tensors import TensorInfo, make_header
-from hookbus.checkpoint.tree import rebuild
+from hookbus.checkpoint.nodes import rebuild
+from hookbus.checkpoint.tensor_info import TensorInfo, make_header
 from hookbus.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
 
 FORMAT = 1
@@ -247,7 +247,7 @@ def _read_part(
     section: str, *, part: Any, version: Any, tree: Any, file: Any, tensors: Any
 ) -> tuple[str | None, PartInfo]:
     with _named(f"part {part!r}"):
-        stored = {name: _read_tensor(name, written) for name, written in tensors.items()}
+        stored = _read_tensors(tensors)
         if part is not None and not _is_text(part):
             raise FormatError(f"its name is {part!r}, not a string or null")
         name = file_name(section, part)
@@ -257,6 +257,12 @@ def _read_part(
         return part, PartInfo(version, tree, made, stored)
 
 
-def _read_tensor(name: str, written: dict[str, Any]) -> TensorInfo:
-    with _named(f"tensor {name!r}"):
-        return TensorInfo.from_json(name, **written)
+def _read_tensors(tensors: dict[str, Any]) -> dict[str, TensorInfo]:
+    stored, name, items = dict[str, TensorInfo](), "", tensors.items()
+    try:
+        for name, written in items:
+            stored[name] = TensorInfo.from_json(name, **written)
+    except Exception:  # there may be very many: a `with` for each takes longer than the rest
+        with _named(f"tensor {name!r}"):
+            raise
+    return stored

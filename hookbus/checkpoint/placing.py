@@ -11,13 +11,8 @@ import numpy
 import torch
 
 from hookbus.checkpoint.leaves import KeyPath, list_steps
-from hookbus.checkpoint.tensors import (
-    TensorInfo,
-    dtype_name,
-    find_overlaps,
-    overlaps_itself,
-    view_key,
-)
+from hookbus.checkpoint.tensor_info import TensorInfo
+from hookbus.checkpoint.tensors import dtype_name, find_overlaps, overlaps_itself, view_key
 from hookbus.errors import MismatchError
 
 _NOTHING = object()

@@ -1,4 +1,7 @@
-"""Reads a checkpoint: its manifest at once, its tensors when they are asked for."""
+"""Reads a checkpoint: its manifest at once, its tensors when they are asked for.
+
+torch is imported where tensors are made, and not before: looking at a checkpoint needs none.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 import attrs
-import numpy
-import torch
 
-from hookbus.checkpoint.leaves import describe_leaf, list_names
 from hookbus.checkpoint.manifest import (
     NAME,
     SEAL,
@@ -26,10 +26,9 @@ from hookbus.checkpoint.manifest import (
     rebuild_plain,
 )
 from hookbus.checkpoint.names import folders, part_name, take_path
-from hookbus.checkpoint.placing import Stored, match, place
+from hookbus.checkpoint.nodes import describe_leaf, rebuild
 from hookbus.checkpoint.tensor_file import TensorFile, open_tensors
-from hookbus.checkpoint.tensors import TensorInfo
-from hookbus.checkpoint.tree import rebuild, unflatten
+from hookbus.checkpoint.tensor_info import TensorInfo
 from hookbus.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -69,6 +68,15 @@ class SectionInfo:
     def empty(self) -> bool:
         """Whether the plugin wrote nothing."""
         return not self.parts
+
+
+@attrs.frozen
+class Damage:
+    """One thing that is not as it was written: in which file, and in which tensor if in one."""
+
+    file: str
+    tensor: str | None
+    text: str
 
 
 class Checkpoint:
@@ -126,11 +134,11 @@ class Checkpoint:
             CorruptCheckpointError: the bytes are not those that were saved.
             FormatError: the state holds what this version does not know.
         """
+        from hookbus.checkpoint.loading import load
+
         found = self._find_part(section, part)
-        with self._open(found) as file:
-            tensors = {info.name: file.load(info) for info in found.tensors.values()}
-        with self._name_section(section, part):
-            return unflatten(found.tree, tensors)
+        with self._name_section(section, part), self._open(found) as file:
+            return load(file, found)
 
     def read_into(
         self, section: str, tree: Any, part: str | None = None, *, partial: bool = False
@@ -149,23 +157,11 @@ class Checkpoint:
                 and nothing was changed.
             CorruptCheckpointError: the bytes are not those that were saved.
         """
-        found = self._find_part(section, part)
+        from hookbus.checkpoint.loading import load_into
+
+        found, who = self._find_part(section, part), part_name(section, part)
         with self._name_section(section, part), self._open(found) as file:
-
-            def leaf(tag: str, payload: Any) -> object:
-                stored = Stored(tag, payload, describe_leaf(tag, payload, found.tensors))
-                return _load(file, stored, found) if tag == "$blob" else stored
-
-            saved = rebuild(found.tree, leaf)
-            for each in match(part_name(section, part), saved, tree, partial=partial):
-                if each.stored.tag == "$array":
-                    numpy.copyto(each.live, _load(file, each.stored, found))
-                elif isinstance(each.stored.form, str):
-                    file.load_into(each.stored.info, each.live)
-                else:
-                    with torch.no_grad():
-                        each.live.copy_(_load(file, each.stored, found))
-        return place(saved, tree)
+            return load_into(file, found, tree, who=who, partial=partial)
 
     def metadata(self, section: str, part: str | None = None) -> Metadata:
         """Return what a state looks like, without reading its data.
@@ -183,6 +179,14 @@ class Checkpoint:
             state = rebuild(found.tree, leaf)
         return Metadata(state, found.version, dict(found.tensors))
 
+    def tensors(self, section: str, part: str | None = None) -> dict[str, TensorInfo]:
+        """Return what is known of each tensor in a state's file, by name, in the file's order.
+
+        Raises:
+            MissingSectionError: there is no such section or part.
+        """
+        return dict(self._find_part(section, part).tensors)
+
     def verify(
         self,
         sections: Collection[str] | None = None,
@@ -199,16 +203,30 @@ class Checkpoint:
             CorruptCheckpointError: something is not; all of it is named.
             MissingSectionError: there is no such section.
         """
-        damage = list[str]()
+        if damage := self.list_damage(sections, hashes=hashes, on_bytes=on_bytes):
+            raise CorruptCheckpointError("; ".join(each.text for each in damage))
+
+    def list_damage(
+        self,
+        sections: Collection[str] | None = None,
+        *,
+        hashes: bool = True,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> list[Damage]:
+        """Return all that `verify` would name, that of the manifest first.
+
+        Raises:
+            MissingSectionError: there is no such section.
+        """
+        damage = list[Damage]()
         for name in self.sections if sections is None else sections:
             for part in self._find_section(name).parts.values():
                 damage += self._find_damage(part, hashes, on_bytes)
         try:
             self._load_manifest()
         except CorruptCheckpointError as error:
-            damage.insert(0, str(error))
-        if damage:
-            raise CorruptCheckpointError("; ".join(damage))
+            damage.insert(0, Damage(NAME, None, str(error)))
+        return damage
 
     def list_files(self) -> dict[tuple[str, str | None], SectionFile]:
         """Return the file of each part that has one, by section and part."""
@@ -227,16 +245,18 @@ class Checkpoint:
 
     def _find_damage(
         self, part: PartInfo, hashes: bool, on_bytes: Callable[[int], None] | None
-    ) -> Iterator[str]:
+    ) -> Iterator[Damage]:
+        if part.file is None:
+            return
         try:
             with self._open(part) as file:
                 for info in part.tensors.values() if hashes else ():
                     try:
                         file.check(info, on_bytes)
                     except CorruptCheckpointError as error:
-                        yield str(error)
+                        yield Damage(part.file.name, info.name, str(error))
         except CorruptCheckpointError as error:
-            yield str(error)
+            yield Damage(part.file.name, None, str(error))
 
     def _open(self, part: PartInfo) -> AbstractContextManager[TensorFile]:
         if part.file is None:
@@ -294,8 +314,3 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         )
     data, manifest = read_manifest(folder)
     return Checkpoint(folder, manifest, data[-SEAL:])
-
-
-def _load(file: TensorFile, stored: Stored, part: PartInfo) -> Any:
-    tensors = {name: file.load(part.tensors[name]) for name in list_names(stored.payload)}
-    return unflatten({stored.tag: stored.payload}, tensors)

@@ -8,20 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import attrs
-import torch
 import xxhash
 
 from hookbus.checkpoint.files import open_file
 from hookbus.checkpoint.manifest import FileInfo
-from hookbus.checkpoint.tensors import (
-    PIECE,
-    TensorInfo,
-    allocate,
-    lay_out,
-    make_header,
-    split_bytes,
-    view_bytes,
-)
+from hookbus.checkpoint.tensor_info import PIECE, TensorInfo, make_header
 from hookbus.errors import CorruptCheckpointError
 
 
@@ -36,24 +27,6 @@ class TensorFile:
     _descriptor: int
     _offsets: Mapping[str, int]
 
-    def load(self, info: TensorInfo) -> torch.Tensor:
-        """Return a fresh tensor on the CPU, with the strides it was saved with."""
-        tensor = allocate(info)
-        self._read(info, split_bytes(view_bytes(tensor)))
-        return lay_out(tensor, info)
-
-    def load_into(self, info: TensorInfo, live: torch.Tensor) -> None:
-        """Read into a dense tensor of the same shape and dtype, wherever it is."""
-        direct = live.device.type == "cpu" and live.is_contiguous()
-        if direct and not live.is_conj() and not live.is_neg():
-            self._read(info, split_bytes(view_bytes(live)))
-            torch.autograd.graph.increment_version(live)  # as copy_ would
-        else:
-            tensor = allocate(info)
-            self._read(info, split_bytes(view_bytes(tensor)))
-            with torch.no_grad():
-                live.copy_(tensor)
-
     def check(self, info: TensorInfo, on_bytes: Callable[[int], None] | None = None) -> None:
         """Read a tensor's bytes and keep none of them.
 
@@ -62,14 +35,19 @@ class TensorFile:
         """
         buffer = memoryview(bytearray(min(PIECE, info.bytes)))
         sizes = (min(PIECE, info.bytes - start) for start in range(0, info.bytes, PIECE))
-        self._read(info, (buffer[:size] for size in sizes), on_bytes)
+        self.read(info, (buffer[:size] for size in sizes), on_bytes)
 
-    def _read(
+    def read(
         self,
         info: TensorInfo,
         pieces: Iterator[memoryview],
         on_bytes: Callable[[int], None] | None = None,
     ) -> None:
+        """Fill ``pieces``, which together are as long as the tensor, with its bytes.
+
+        Raises:
+            CorruptCheckpointError: they are not those that were saved.
+        """
         digest = xxhash.xxh3_128()
         offset = self._offsets[info.name]
         for piece in pieces:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 import numpy
 import torch
 
-from hookbus.checkpoint.kinds import BY_TYPE, DECODERS, encode_scalar
+from hookbus.checkpoint.kinds import BY_TYPE, encode_scalar, name_type
 from hookbus.checkpoint.leaves import (
-    LEAVES,
     LONG,
     KeyPath,
     Store,
@@ -27,16 +26,16 @@ from hookbus.checkpoint.leaves import (
     encode_array,
     encode_blob,
     encode_tensor,
-    name_type,
     show_path,
 )
-from hookbus.errors import CheckpointError, FormatError, StateError
+from hookbus.checkpoint.nodes import rebuild
+from hookbus.checkpoint.torch_kinds import TORCH_BY_TYPE
+from hookbus.errors import StateError
 
 DEEPEST = 100  # levels; each is a few frames here, and Python stops at a thousand
 
+_BY_TYPE = BY_TYPE | TORCH_BY_TYPE
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-Leaf = Callable[[str, Any], object]
 
 
 @attrs.frozen(eq=False)
@@ -89,21 +88,6 @@ def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> object:
     return rebuild(tree, leaf)
 
 
-def rebuild(tree: Any, leaf: Leaf) -> Any:
-    """Put a state together with what ``leaf`` returns for the tag and payload of each leaf.
-
-    Raises:
-        FormatError: the tree holds what this version does not know.
-    """
-    try:
-        return _decode(tree, leaf)
-    except (CheckpointError, MemoryError):
-        raise
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}"
-        raise FormatError(f"a state's tree cannot be read: {what}") from error
-
-
 @attrs.frozen(eq=False)
 class _Encoder:
     """Walks over a state, and goes on behind what it cannot store, to name all of it at once."""
@@ -146,13 +130,13 @@ class _Encoder:
             return encode_blob(value, path, self.store)
         if isinstance(value, numpy.generic) and kind is value.dtype.type:
             return {"$scalar": encode_scalar(value)}
-        if kind not in BY_TYPE:
+        if kind not in _BY_TYPE:
             raise StateError(name_type(value))
 
         def walk(child: object, *steps: object, key: bool = key) -> Any:
             return self.encode(child, (path, steps[0]) if steps else path, key=key)
 
-        return {f"${BY_TYPE[kind].name}": BY_TYPE[kind].encode(value, walk)}
+        return {f"${_BY_TYPE[kind].name}": _BY_TYPE[kind].encode(value, walk)}
 
     def _encode_dict(self, value: dict[Any, Any], path: KeyPath | None, key: bool) -> Any:
         if all(type(k) is str and k[:1] != "$" and _is_plain(k) for k in value):
@@ -174,18 +158,3 @@ def _is_plain(value: Any) -> bool:
     if kind is float:
         return math.isfinite(value)
     return value is None or kind is bool
-
-
-def _decode(node: Any, leaf: Leaf) -> Any:
-    if type(node) is list:
-        return [_decode(each, leaf) for each in node]
-    if type(node) is not dict:
-        return node
-    tag, payload = next(iter(node.items()), ("", None))
-    if tag[:1] != "$":
-        return {k: _decode(each, leaf) for k, each in node.items()}
-    if tag in LEAVES:
-        return leaf(tag, payload)
-    if tag not in DECODERS:
-        raise FormatError(f"a state's tree holds {tag!r}, which this version does not know")
-    return DECODERS[tag](_decode(payload, leaf))

@@ -22,7 +22,8 @@ from hookbus.checkpoint.manifest import (
 )
 from hookbus.checkpoint.names import check_names, file_name, folder_name, part_name
 from hookbus.checkpoint.reader import Checkpoint, SectionFile
-from hookbus.checkpoint.tensors import describe, make_header, order_names, split_bytes, take_bytes
+from hookbus.checkpoint.tensor_info import make_header, split_bytes
+from hookbus.checkpoint.tensors import describe, order_names, take_bytes
 from hookbus.checkpoint.tree import Flat, flatten
 from hookbus.errors import CallError, CheckpointError, StateError, WriteError
 
