@@ -29,9 +29,7 @@ def make_run_directory(run: Path) -> None:
         WriteError: the disk refused, or a file is in the way.
     """
     if not run.is_dir():
-        with files.refused("create the run directory", run):
-            run.mkdir(parents=True, exist_ok=True)
-        files.sync_folder(run.parent)
+        files.make_folders(run)
 
 
 def checkpoints(run: str | os.PathLike[str]) -> list[Checkpoint]:
