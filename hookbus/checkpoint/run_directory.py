@@ -83,8 +83,11 @@ def sweep(run: Path) -> list[Path]:
         path = Path(entry.path)
         ours = _TEMPORARY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         if ours and path.resolve() not in _in_hand:
-            files.remove_folder(path)
             swept.append(path)
+    if swept:  # a deletion may have died before its new name was on the disk
+        files.sync_folder(run)
+    for path in swept:
+        files.remove_folder(path)
     return sorted(swept)
 
 
