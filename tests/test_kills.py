@@ -1,0 +1,55 @@
+"""A run that saves all the time is killed at random moments, and loses nothing.
+
+`killed.py` trains, kills and compares; what it must see is told there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "killed.py"
+
+
+def kill(folder: Path, kills: int, seed: int, breach: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, folder, str(kills), str(seed), breach],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.mark.parametrize(
+    "kills", [20, pytest.param(300, marks=pytest.mark.sweep)], ids="{} kills".format
+)
+def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
+    kills: int, tmp_path: Path
+) -> None:
+    """Source: NVIDIA-NeMo/Speech#7952; petuum/adaptdl#81."""
+    result = kill(tmp_path, kills, seed=kills)
+    assert result.returncode == 0, result.stderr
+    seen = json.loads(result.stdout)
+    print(seen)
+    assert seen["kills"] == kills
+    assert seen["saving"] >= kills // 20, "the kills hit saves"
+
+
+BREACHES = {
+    "streams": "other bits",  # they are not restored
+    "sweep": "step-",  # what is left over stays
+    "rename": "step-",  # a checkpoint is written under its final name
+}
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+def test_a_breach_is_caught(breach: str, tmp_path: Path) -> None:
+    result = kill(tmp_path, 20, seed=1, breach=breach)
+    assert result.returncode == 1
+    assert BREACHES[breach] in result.stderr.splitlines()[-1]
