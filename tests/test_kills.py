@@ -36,20 +36,19 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     result = kill(tmp_path, kills, seed=kills)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
-    print(seen)
     assert seen["kills"] == kills
-    assert seen["saving"] >= kills // 20, "the kills hit saves"
+    assert seen["saving"] >= kills // 5, "the kills hit saves"
 
 
 BREACHES = {
-    "streams": "other bits",  # they are not restored
-    "sweep": "step-",  # what is left over stays
-    "rename": "step-",  # a checkpoint is written under its final name
+    "weights": "other bits",  # one of them comes back a little different
+    "sweep": ".tmp'",  # what is left over stays
+    "rename": "CorruptCheckpointError",  # a checkpoint is written under its final name
 }
 
 
 @pytest.mark.parametrize("breach", BREACHES)
 def test_a_breach_is_caught(breach: str, tmp_path: Path) -> None:
-    result = kill(tmp_path, 20, seed=1, breach=breach)
+    result = kill(tmp_path, 10, seed=1, breach=breach)
     assert result.returncode == 1
     assert BREACHES[breach] in result.stderr.splitlines()[-1]
