@@ -34,7 +34,7 @@ import hookbus
 from builtin_plugins import EverySteps, KeepLast, Loop, SavePolicy
 from hookbus.testing import faulty_storage
 
-EPOCHS, KILLS_A_RUN = 6, 5
+EPOCHS, KILLS_A_RUN = 4, 5
 DELAY = 0.0005  # seconds more for each change of the disk, so that a save takes most of a step
 Tell = Callable[[], object]
 
