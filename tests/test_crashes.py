@@ -185,10 +185,10 @@ def crash_everywhere(name: str, folder: Path) -> Found:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_run_goes_on_from_the_newest_checkpoint_whatever_moment_was_its_last(
-    name: str, tmp_path: Path
+    name: str, folder: Path
 ) -> None:
     """Source: petuum/adaptdl#81; Lightning-AI/pytorch-lightning#688."""
-    assert crash_everywhere(name, tmp_path).faults == []
+    assert crash_everywhere(name, folder).faults == []
 
 
 def crash_twice(name: str, folder: Path) -> Found:
@@ -212,8 +212,8 @@ def crash_twice(name: str, folder: Path) -> Found:
 
 
 @pytest.mark.parametrize("name", ["a save", "a deletion"])
-def test_a_power_cut_during_the_start_after_a_kill_loses_nothing(name: str, tmp_path: Path) -> None:
-    found = crash_twice(name, tmp_path)
+def test_a_power_cut_during_the_start_after_a_kill_loses_nothing(name: str, folder: Path) -> None:
+    found = crash_twice(name, folder)
     assert found.faults == []
     assert len(found.seen) > 100
 
@@ -298,14 +298,14 @@ BREACHES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("breach", BREACHES)
-def test_a_breach_is_caught(breach: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_breach_is_caught(breach: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patches, name = BREACHES[breach]
     for target, replacement in patches.items():
         module = "hookbus.checkpoint." if target.startswith("files") else "hookbus."
         monkeypatch.setattr(module + target, replacement)
-    assert crash_everywhere(name, tmp_path).faults != []
+    assert crash_everywhere(name, folder).faults != []
 
 
-def test_a_sweep_without_a_sync_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_without_a_sync_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hookbus.bus.sweep", sweep_unsynced)
-    assert crash_twice("a deletion", tmp_path).faults != []
+    assert crash_twice("a deletion", folder).faults != []

@@ -9,24 +9,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-MEMORY = Path("/dev/shm")  # a kill leaves what was written in memory, so no disk is needed
 SCRIPT = Path(__file__).parent / "killed.py"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is one: a busy disk takes its time."""
-    if not MEMORY.is_dir():
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        yield Path(folder)
 
 
 def kill(folder: Path, kills: int, seed: int, breach: str = "") -> subprocess.CompletedProcess[str]:
@@ -50,7 +37,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
     assert seen["kills"] == kills
-    assert seen["saving"] >= max(1, kills // 10), "the kills hit saves"
+    assert seen["saving"] >= max(1, kills // 15), "the kills hit saves"
 
 
 BREACHES = {
