@@ -160,7 +160,10 @@ def kill_run(
             seen["starting"] += len(list_starts(run)) == len(starts)
     names = {"run.lock", "run.jsonl", *(path.name for path in committed.values())}
     assert set(os.listdir(run)) == names, f"{run}: {os.listdir(run)}"
-    assert len(committed) == 2, f"{run}: {committed}"
+    # What a kill kept from being deleted goes after the next save, and the end may be reached.
+    last = [each["event"] for each in hookbus.history(run)]
+    saved = "save" in last[len(last) - last[::-1].index("start") :]
+    assert len(committed) in ((2,) if saved else (2, 3)), f"{run}: {committed}"
     return seen
 
 
