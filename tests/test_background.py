@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,33 +22,19 @@ from torch import nn
 
 import hookbus
 from builtin_plugins import Loop
-from hookbus.checkpoint import Staging, files
+from hookbus.checkpoint import Staging
 from hookbus.errors import CallError, SaveError, WriteError
 from hookbus.save import Save
-
-
-class Disk:
-    """Stands before the real one: it can be closed, or refuse to write."""
-
-    def __init__(self, write: Callable[..., int]) -> None:
-        self._write = write
-        self.free = threading.Event()
-        self.free.set()
-        self.error: OSError | None = None
-
-    def write_file(self, path: Path, pieces: Any) -> int:
-        assert self.free.wait(60)
-        if self.error is not None:
-            raise WriteError(self.error.errno, self.error.strerror, str(path))
-        return self._write(path, pieces)
+from hookbus.testing import Storage, faulty_storage
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    disk = Disk(files.write_file)
-    monkeypatch.setattr(files, "write_file", disk.write_file)
-    yield disk
-    disk.free.set()
+def disk() -> Iterator[Storage]:
+    """A disk that makes no new file while its gate is closed, or while it has an error."""
+    gate = threading.Event()
+    gate.set()
+    with faulty_storage(error=None, on="create", gate=gate) as storage:
+        yield storage
 
 
 class Listener:
@@ -68,7 +54,7 @@ def list_steps(run: Path) -> list[int]:
     return [checkpoint.step for checkpoint in hookbus.checkpoints(run)]
 
 
-def test_a_save_holds_the_moment_of_its_call(tmp_path: Path, disk: Disk) -> None:
+def test_a_save_holds_the_moment_of_its_call(tmp_path: Path, disk: Storage) -> None:
     """Source: pytorch/torchtitan#930; NVIDIA-NeMo/Megatron-Bridge#3267; pytorch/pytorch#196083."""
     keeper, metrics = Keeper(), {"loss": 1.0}
     plain = {"count": 1, "deep": [1, {"x": torch.ones(2)}], "long": bytearray(b"a" * 5000)}
@@ -77,7 +63,7 @@ def test_a_save_holds_the_moment_of_its_call(tmp_path: Path, disk: Disk) -> None
         bus.register(Plain(plain), "plain")
         bus.save(step=1)
         keeper.tensor.fill_(7)
-        disk.free.clear()
+        disk.gate.clear()
         assert bus.save(step=2, wait=False, metrics=metrics) is None
         keeper.tensor.fill_(8)
         metrics["loss"] = 2.0
@@ -86,7 +72,7 @@ def test_a_save_holds_the_moment_of_its_call(tmp_path: Path, disk: Disk) -> None
         plain["deep"].append(3)
         plain["long"][0] = 0
         assert list_steps(tmp_path) == [1]  # what is being written is not seen
-        disk.free.set()
+        disk.gate.set()
     checkpoint = hookbus.checkpoints(tmp_path)[-1]
     assert (checkpoint.step, checkpoint.metrics) == (2, {"loss": 1.0})
     assert checkpoint.read("a").tolist() == [7.0] * 3
@@ -105,7 +91,7 @@ class Plain:
 
 
 def test_save_end_fires_after_the_commit_in_the_thread_that_trains(
-    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, disk: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Source: NVIDIA/Megatron-LM#1763."""
     caplog.set_level(logging.INFO, "hookbus")
@@ -113,7 +99,7 @@ def test_save_end_fires_after_the_commit_in_the_thread_that_trains(
     with make_bus(a=Keeper(), listener=listener) as bus:
         bus.register(loop, "loop")
         bus.resume(tmp_path)
-        disk.free.clear()
+        disk.gate.clear()
         steps = loop.epochs(3)
         next(steps)
         bus.save(wait=False)
@@ -121,7 +107,7 @@ def test_save_end_fires_after_the_commit_in_the_thread_that_trains(
         assert any("is being written behind training" in text for text in caplog.messages)
         assert not any("is committed" in text for text in caplog.messages)
         assert listener.ended == []
-        disk.free.set()
+        disk.gate.set()
         bus._saver.writer._background.wait()
         assert listener.ended == []
         next(steps)
@@ -130,13 +116,13 @@ def test_save_end_fires_after_the_commit_in_the_thread_that_trains(
 
 
 def test_the_next_save_waits_and_says_how_long(
-    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, disk: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     with make_bus(a=Keeper()) as bus:
         bus.resume(tmp_path)
-        disk.free.clear()
+        disk.gate.clear()
         bus.save(step=1, wait=False)
-        threading.Timer(0.2, disk.free.set).start()
+        threading.Timer(0.2, disk.gate.set).start()
         bus.save(step=2, wait=False)
         bus.save(step=3)
     assert list_steps(tmp_path) == [1, 2, 3]
@@ -148,7 +134,7 @@ def test_the_next_save_waits_and_says_how_long(
 
 @pytest.mark.parametrize("where", ["save", "safe point", "close", "resume"])
 def test_a_failure_is_raised_where_the_run_next_looks(
-    where: str, tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+    where: str, tmp_path: Path, disk: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Source: google/orbax#605."""
     loop = Loop()
@@ -185,20 +171,20 @@ def test_a_failure_is_raised_where_the_run_next_looks(
 
 @pytest.mark.parametrize("done", [True, False])
 def test_after_a_failure_the_same_place_is_saved_again(
-    done: bool, tmp_path: Path, disk: Disk
+    done: bool, tmp_path: Path, disk: Storage
 ) -> None:
     bus = make_bus(a=Keeper())
     bus.register(Loop(), "loop")
     bus.resume(tmp_path)
     bus.save()
     disk.error = OSError(errno.EIO, "broken")
-    disk.free.clear()
+    disk.gate.clear()
     bus.save(wait=False, metrics={"x": 1})
     if done:
-        disk.free.set()
+        disk.gate.set()
         bus._saver.writer._background.wait()
     else:
-        threading.Timer(0.1, disk.free.set).start()
+        threading.Timer(0.1, disk.gate.set).start()
     with pytest.raises(SaveError):
         bus.save(metrics={"x": 2})
     disk.error = None
@@ -208,10 +194,10 @@ def test_after_a_failure_the_same_place_is_saved_again(
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ValueError()], ids=repr)
 def test_what_is_copied_is_finished_however_the_bus_is_left(
-    error: BaseException | None, tmp_path: Path, disk: Disk
+    error: BaseException | None, tmp_path: Path, disk: Storage
 ) -> None:
-    disk.free.clear()
-    threading.Timer(0.1, disk.free.set).start()
+    disk.gate.clear()
+    threading.Timer(0.1, disk.gate.set).start()
     bus = make_bus(a=Keeper())
     try:
         with bus:
@@ -225,16 +211,16 @@ def test_what_is_copied_is_finished_however_the_bus_is_left(
 
 
 def test_a_second_resume_waits_and_rolls_back_to_what_was_copied(
-    tmp_path: Path, disk: Disk
+    tmp_path: Path, disk: Storage
 ) -> None:
     keeper = Keeper()
     with make_bus(a=keeper) as bus:
         bus.resume(tmp_path)
         keeper.tensor.fill_(3)
-        disk.free.clear()
+        disk.gate.clear()
         bus.save(step=1, wait=False)
         keeper.tensor.fill_(4)
-        threading.Timer(0.1, disk.free.set).start()
+        threading.Timer(0.1, disk.gate.set).start()
         assert bus.resume(tmp_path).step == 1
         assert keeper.tensor.tolist() == [3.0] * 3
 
@@ -362,6 +348,7 @@ SCRIPT = """
 import sys
 import torch
 import hookbus
+from hookbus.testing import faulty_storage
 
 class Keeper:
     tensor = torch.ones(3)
@@ -369,15 +356,13 @@ class Keeper:
     def save_state(self, save):
         save.write(self.tensor)
 
-def refuse(path, pieces):
-    raise hookbus.errors.WriteError(28, "No space left on device", str(path))
-
 bus = hookbus.HookBus(load_plugins=False)
 bus.register(Keeper(), "keeper")
 bus.resume(sys.argv[1])
 bus.save(step=1)
 if sys.argv[2] == "full":
-    hookbus.checkpoint.files.write_file = refuse
+    full = faulty_storage(on="create")
+    full.__enter__()
 bus.save(step=2, wait=False)
 if sys.argv[3] == "close":
     bus.close()
@@ -392,7 +377,7 @@ def test_a_script_ends_well_only_if_its_last_save_did(end: str, disk: str, tmp_p
     result = subprocess.run(child, capture_output=True, text=True, check=False)
     assert list_steps(tmp_path) == ([1] if disk == "full" else [1, 2])
     if disk == "full":
-        assert "the save of step 2 failed: WriteError: [Errno 28] No space left" in result.stderr
+        assert "the save of step 2 failed: WriteError: [Errno 28] cannot create" in result.stderr
     if end == "close":
         assert (result.returncode != 0) == (disk == "full")
 

@@ -1,18 +1,32 @@
-"""What is done to the disk. Every call that changes a run directory stands here."""
+"""What is done to the disk. Every call that changes a run directory stands here.
+
+The lock's own file apart, which holds nothing that is missed. Each change is announced before it is
+made, so that tests can record it, refuse it, or let the process die there (`hookbus.testing`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Literal
 
 from hookbus.errors import WriteError
 
 Piece = bytes | memoryview
+Kind = Literal["mkdir", "create", "write", "fsync", "link", "rename", "unlink", "rmdir"]
+Watcher = Callable[[Kind, Path, Path | None, Piece], None]
+
+watcher: Watcher | None = None
+"""Told of each change before it is made: its kind, its path, the new name, the bytes."""
+
+
+def _announce(kind: Kind, path: Path, target: Path | None = None, data: Piece = b"") -> None:
+    if watcher is not None:
+        watcher(kind, path, target, data)
 
 
 @contextlib.contextmanager
@@ -26,7 +40,22 @@ def refused(what: str, path: Path) -> Iterator[None]:
 
 def create_folder(path: Path) -> None:
     with refused("create a folder", path):
+        _announce("mkdir", path)
         os.mkdir(path)
+
+
+def make_folders(path: Path) -> None:
+    """Create a folder, and what leads to it, and bring their names to the disk.
+
+    Raises:
+        WriteError: the disk refused, or a file is in the way.
+    """
+    missing = [path, *(folder for folder in path.parents if not os.path.exists(folder))]
+    for folder in reversed(missing):
+        with refused("create the run directory", folder):
+            _announce("mkdir", folder)
+            folder.mkdir(exist_ok=True)  # another process may start now too
+        sync_folder(folder.parent)
 
 
 def write_file(path: Path, pieces: Iterable[Piece]) -> int:
@@ -37,15 +66,18 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> int:
     """
     size = 0
     with refused("create", path):
+        _announce("create", path)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for piece in pieces:
             with refused("write", path), memoryview(piece) as data:
+                _announce("write", path, data=data)
                 written = 0
                 while written < len(data):
                     written += os.write(file, data[written:])
                 size += written
         with refused("bring to the disk", path):
+            _announce("fsync", path)
             os.fsync(file)
     finally:
         os.close(file)
@@ -63,6 +95,7 @@ def has_size(path: Path, size: int) -> bool:
 def link_file(path: Path, target: Path) -> bool:
     """Give a file one more name, and say whether the file system can and the file is there."""
     try:
+        _announce("link", path, target)
         os.link(path, target)
     except OSError:
         return False
@@ -76,13 +109,17 @@ def append_line(path: Path, line: bytes) -> None:
     """
     made = not path.exists()
     with refused("append to", path):
+        if made:
+            _announce("create", path)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             size = os.fstat(file).st_size
             if size and os.pread(file, 1, size - 1) != b"\n":
                 line = b"\n" + line
+            _announce("write", path, data=line)
             while line:
                 line = line[os.write(file, line) :]
+            _announce("fsync", path)
             os.fsync(file)
         finally:
             os.close(file)
@@ -93,6 +130,7 @@ def append_line(path: Path, line: bytes) -> None:
 def sync_folder(path: Path) -> None:
     """Bring the names in a folder to the disk."""
     with refused("bring to the disk", path):
+        _announce("fsync", path)
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
@@ -107,12 +145,25 @@ def rename_folder(path: Path, target: Path) -> None:
         WriteError: there is something of that name.
     """
     with refused(f"rename to {target.name}", path):
+        _announce("rename", path, target)
         os.rename(path, target)
 
 
 def remove_folder(path: Path) -> None:
+    """Remove a folder and what is in it; of a link, only the link."""
     with refused("remove", path):
-        shutil.rmtree(path)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        _announce("unlink", path)
+        os.unlink(path)
+        return
+    for name in os.listdir(path):
+        _remove(path / name)
+    _announce("rmdir", path)
+    os.rmdir(path)
 
 
 def open_file(path: Path) -> int:

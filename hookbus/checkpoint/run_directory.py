@@ -29,9 +29,7 @@ def make_run_directory(run: Path) -> None:
         WriteError: the disk refused, or a file is in the way.
     """
     if not run.is_dir():
-        with files.refused("create the run directory", run):
-            run.mkdir(parents=True, exist_ok=True)
-        files.sync_folder(run.parent)
+        files.make_folders(run)
 
 
 def checkpoints(run: str | os.PathLike[str]) -> list[Checkpoint]:
@@ -85,8 +83,11 @@ def sweep(run: Path) -> list[Path]:
         path = Path(entry.path)
         ours = _TEMPORARY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         if ours and path.resolve() not in _in_hand:
-            files.remove_folder(path)
             swept.append(path)
+    if swept:  # a deletion may have died before its new name was on the disk
+        files.sync_folder(run)
+    for path in swept:
+        files.remove_folder(path)
     return sorted(swept)
 
 

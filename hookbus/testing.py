@@ -1,0 +1,261 @@
+"""Faults for your own tests: a process that dies, a disk that refuses, and a list of what is done.
+
+They work wherever this process changes a run directory, also behind training, and need no test
+framework. Every crash point of a save, say, is this loop::
+
+    import torch
+    import hookbus
+    from hookbus.testing import crash_at, faulty_storage, record
+
+    def save(run, step):
+        state = {"weights": torch.full((3,), float(step))}
+        with hookbus.HookBus() as bus:
+            bus.attach(state=state)
+            bus.resume(run)
+            bus.save(step=step, wait=False)
+
+    save(run, 1)
+    with record() as changes:
+        save(run, 2)
+    for number in range(1, len(changes) + 1):
+        with crash_at(number) as crash:
+            save(run, 2 + number)
+        assert crash.happened
+        assert hookbus.checkpoints(run)[-1].step >= 2
+
+A disk that is full, or slow::
+
+    with faulty_storage(error=OSError(errno.ENOSPC, "full"), on="write", path="*.safetensors"):
+        ...  # raises what your script makes of it
+    with faulty_storage(error=None, gate=event):
+        ...  # nothing is changed before event.set()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fnmatch
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+
+from hookbus.checkpoint import files
+from hookbus.checkpoint.files import Kind, Piece
+from hookbus.errors import CallError
+
+__all__ = ["Change", "Crash", "Storage", "crash_at", "faulty_storage", "record"]
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Crash(BaseException):
+    """The process is dead here; only `crash_at` catches it."""
+
+
+@attrs.frozen
+class Change:
+    """One change of the disk, about to be made.
+
+    ``kind`` is ``"mkdir"``, ``"create"`` (a new file, empty), ``"write"`` (``data`` at the end of
+    a file), ``"fsync"`` (of a file's bytes, or of the names in a folder), ``"link"`` (one more
+    name, ``target``), ``"rename"`` (to ``target``), ``"unlink"`` or ``"rmdir"``.
+    """
+
+    kind: Kind
+    path: Path
+    target: Path | None = None
+    data: bytes = attrs.field(default=b"", repr=lambda data: f"{len(data)} bytes")
+
+    def fits(self, on: Kind | tuple[Kind, ...] | None, path: str) -> bool:
+        """Whether it is of a kind, and its path or name, or the new one, fits a shell pattern."""
+        kinds = (on,) if isinstance(on, str) else on
+        paths = [each for each in (self.path, self.target) if each is not None]
+        names = [name for each in paths for name in (each.name, str(each))]
+        return (kinds is None or self.kind in kinds) and any(
+            fnmatch.fnmatchcase(name, path) for name in names
+        )
+
+
+class _Watch:
+    """What stands before the disk; it asks what stood there before it."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._outer: files.Watcher | None = None
+
+    def __call__(self, kind: Kind, path: Path, target: Path | None, data: Piece) -> None:
+        change = Change(kind, path, target, bytes(data))
+        self.meet(change)
+        if self._outer is not None:
+            self._outer(kind, path, target, data)
+
+    def meet(self, change: Change) -> None:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def in_front(self) -> Iterator[None]:
+        self._outer, files.watcher = files.watcher, self
+        try:
+            yield
+        finally:
+            files.watcher = self._outer
+
+
+class _Recording(_Watch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: list[Change] = []
+
+    def meet(self, change: Change) -> None:
+        self.changes.append(change)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[list[Change]]:
+    """Collect every change of the disk that is tried, in order, with the bytes that are written.
+
+    They are enough to make the same folder again, up to any of them.
+    """
+    recording = _Recording()
+    with recording.in_front():
+        yield recording.changes
+
+
+class _Death(_Watch):
+    """Lets nothing through once its moment has come, so that no ``finally`` tidies up."""
+
+    def __init__(self, number: int, on: Kind | tuple[Kind, ...] | None, path: str) -> None:
+        super().__init__()
+        self._left, self._on, self._path = number, on, path
+        self.change: Change | None = None
+
+    @property
+    def happened(self) -> bool:
+        """Whether the process died."""
+        return self.change is not None
+
+    def meet(self, change: Change) -> None:
+        with self._guard:
+            if not self.happened and change.fits(self._on, self._path):
+                self._left -= 1
+                if not self._left:
+                    self.change = change
+        if self.happened:
+            raise Crash(f"before {change}")
+
+
+@contextlib.contextmanager
+def crash_at(
+    number: int = 1, on: Kind | tuple[Kind, ...] | None = None, *, path: str = "*"
+) -> Iterator[_Death]:
+    """Let the process die before the ``number``-th change of the disk, counted from 1.
+
+    With ``on`` and ``path``, of those of that kind whose path or name fits the pattern. From then
+    on no change is made any more, in any thread, so that nothing is tidied up, and a `Crash` is
+    raised wherever one is tried. The block ends there: what the crash led to is not raised beyond
+    it. What is yielded has ``happened`` and ``change``, the one that was not made.
+
+    The run's lock stays with this process, and the next bus takes it over.
+
+    Raises:
+        CallError: ``number`` is no whole number from 1 up.
+    """
+    if type(number) is not int or number < 1:
+        raise CallError(f"number={number!r}: pass a whole number from 1 up")
+    death = _Death(number, on, path)
+    with death.in_front():
+        try:
+            yield death
+        except BaseException as error:
+            if not death.happened or not _comes_from_crash(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # the bus is gone with its process
+        finally:
+            if death.happened:
+                _wait_for_saves()
+
+
+def _comes_from_crash(error: BaseException | None) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(_comes_from_crash, error.exceptions))
+    return error is not None and (
+        isinstance(error, Crash)
+        or _comes_from_crash(error.__cause__)
+        or _comes_from_crash(error.__context__)
+    )
+
+
+def _wait_for_saves() -> None:
+    """Let saves behind training run into the dead disk too."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("hookbus save") and thread is not threading.current_thread():
+            thread.join()
+
+
+class Storage(_Watch):
+    """A faulty disk. Its attributes may be changed at any time; ``met`` is what it was hit by.
+
+    ``error`` is raised, after ``delay`` seconds and once ``gate`` is set; ``None`` for none.
+    """
+
+    def __init__(
+        self,
+        error: OSError | None,
+        on: Kind | tuple[Kind, ...] | None,
+        path: str,
+        after: int,
+        delay: float,
+        gate: threading.Event | None,
+    ) -> None:
+        super().__init__()
+        self.error, self.on, self.path, self.after = error, on, path, after
+        self.delay, self.gate = delay, gate
+        self.met: list[Change] = []
+
+    def meet(self, change: Change) -> None:
+        if not change.fits(self.on, self.path):
+            return
+        with self._guard:
+            self.after -= 1
+            if self.after >= 0:
+                return
+            self.met.append(change)
+        if self.delay:
+            time.sleep(self.delay)
+        if self.gate is not None:
+            self.gate.wait()
+        if self.error is not None:
+            raise OSError(self.error.errno, self.error.strerror, str(change.path))
+
+
+@contextlib.contextmanager
+def faulty_storage(
+    error: OSError | None = FULL,
+    on: Kind | tuple[Kind, ...] | None = None,
+    *,
+    path: str = "*",
+    after: int = 0,
+    delay: float = 0.0,
+    gate: threading.Event | None = None,
+) -> Iterator[Storage]:
+    """Let the disk refuse, or be slow, and yield what can be changed meanwhile.
+
+    It meets changes of the kinds ``on`` (all if ``None``) whose path or name fits the shell
+    pattern ``path``; the first ``after`` of them pass. ``error`` is what the operating system
+    says: full by default, ``OSError(errno.EIO, …)``, ``OSError(errno.EROFS, …)``. With
+    ``error=None`` the disk is only slow: each change takes ``delay`` seconds longer, or waits
+    until ``gate`` is set, which it is at the end of the block.
+    """
+    storage = Storage(error, on, path, after, delay, gate)
+    with storage.in_front():
+        try:
+            yield storage
+        finally:
+            if gate is not None:
+                gate.set()
