@@ -52,8 +52,9 @@ class SavePolicy:
         self._checkpoints = hookbus.checkpoints(resume.run) if self._keep else []
         self._step_before, self._saved_at = resume.step, time.monotonic()
         saves = [each for each in hookbus.history(resume.run) if each["event"] == "save"]
-        if saves:
-            self._blocked, self._writing = saves[-1]["blocked"], saves[-1]["seconds"]
+        last = saves[-1] if saves else {}
+        if all(isinstance(last.get(name), float) for name in ("blocked", "seconds")):
+            self._blocked, self._writing = last["blocked"], last["seconds"]
 
     @hookbus.hookimpl
     def safe_point(self, loop: Any) -> None:

@@ -300,7 +300,10 @@ BREACHES: dict[str, tuple[dict[str, Any], str]] = {
         {"files.make_folders": make_unsynced},
         "the first save",
     ),
-    "a deletion does not rename": ({"run_writer.remove_checkpoint": remove_unrenamed}, "a deletion"),
+    "a deletion does not rename": (
+        {"run_writer.remove_checkpoint": remove_unrenamed},
+        "a deletion",
+    ),
     "a deletion does not sync": ({"run_writer.remove_checkpoint": remove_unsynced}, "a deletion"),
     "a damaged one is deleted": ({"resuming.set_aside": remove_aside}, "a fallback"),
     "a line is added to a torn one": ({"files.append_line": append_torn}, "a save"),

@@ -226,6 +226,9 @@ def test_a_run_that_is_not_there_has_no_history(tmp_path: Path) -> None:
     assert hookbus.history(tmp_path / "none") == []
     with pytest.raises(hookbus.errors.CallError):
         hookbus.history(3)
+    (tmp_path / "run.jsonl").mkdir()
+    with pytest.raises(hookbus.errors.WriteError, match="cannot read"):
+        hookbus.history(tmp_path)
 
 
 def test_changed_settings_are_in_the_history(

@@ -42,21 +42,26 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises:
         CallError: ``run`` is no path.
+        WriteError: the file is there and cannot be read.
     """
     records = []
     torn = 0
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        with os.fdopen(files.open_file(take_path("run", run) / NAME), "rb") as file:
-            lines = file.read().splitlines()
-        for line in lines:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            if isinstance(record, dict) and "event" in record:
-                records.append(record)
-            else:
-                torn += bool(line.strip())
+    for line in _read_lines(take_path("run", run) / NAME):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("event"), str):
+            records.append(record)
+        else:
+            torn += bool(line.strip())
     if torn:
         _logger.info("%s: %d lines that were cut short are left out", run, torn)
     return records
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    with files.refused("read", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with os.fdopen(files.open_file(path), "rb") as file:
+            return file.read().splitlines()
+    return []
