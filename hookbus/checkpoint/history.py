@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -51,7 +50,7 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and isinstance(record.get("event"), str):
+        if isinstance(record, dict) and "event" in record:
             records.append(record)
         else:
             torn += bool(line.strip())
@@ -61,7 +60,9 @@ def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    with files.refused("read", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        with os.fdopen(files.open_file(path), "rb") as file:
-            return file.read().splitlines()
-    return []
+    with files.refused("read", path):
+        try:
+            with os.fdopen(files.open_file(path), "rb") as file:
+                return file.read().splitlines()
+        except (FileNotFoundError, NotADirectoryError):
+            return []
