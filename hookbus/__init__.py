@@ -4,7 +4,7 @@ The bus and what belongs to it are imported when they are first asked for: they 
 whoever only looks at a checkpoint should not wait for it.
 """
 
-import importlib
+import importlib.util
 import typing
 
 from hookbus import errors
@@ -47,10 +47,12 @@ else:
     }
 
     def __getattr__(name):
-        if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found = getattr(importlib.import_module(_LATER[name]), name)
-        return found
+        if name in _LATER:
+            globals()[name] = found = getattr(importlib.import_module(_LATER[name]), name)
+            return found
+        if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f"{__name__}.{name}")  # as if all were imported
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
         return sorted({*globals(), *_LATER})

@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -270,3 +272,12 @@ def test_the_rules_would_see_a_breach() -> None:
     )
     assert list(list_imports(tree)) == ["pickle", "hookbus.bus", "hookbus.errors"]
     assert list(list_messages(tree)) == [("Upper ", ".")]
+
+
+def test_the_rooms_of_the_package_are_there_without_an_import_of_their_own() -> None:
+    script = (
+        "import hookbus, sys; assert 'torch' not in sys.modules;"
+        " print(hookbus.hookspecs.__name__, hookbus.testing.__name__, hasattr(hookbus, 'nope'))"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.split() == ["hookbus.hookspecs", "hookbus.testing", "False"]
