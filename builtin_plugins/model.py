@@ -36,7 +36,7 @@ from builtin_plugins.names import (
     list_some,
     rename,
 )
-from hookbus.errors import AttachError, MismatchError, StateError
+from hookbus.errors import AttachError, CallError, MismatchError, StateError
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
 
@@ -61,6 +61,10 @@ class Model:
     frozen_apart: bool = attrs.field(default=False, kw_only=True)
     kind = "model"
 
+    def __attrs_post_init__(self) -> None:
+        if self.trainable_only and self.frozen_apart:
+            raise CallError("frozen_apart keeps what trainable_only leaves out; pass one of them")
+
     @hookbus.hookimpl
     def save_start(self, save: hookbus.Save) -> None:
         if lazy := list_lazy(self.component):
@@ -77,7 +81,7 @@ class Model:
         frozen = find_frozen(module)
         apart = frozen if self.trainable_only or self.frozen_apart else ()
         save.write({name: value for name, value in named.items() if name not in apart})
-        if self.frozen_apart and not self.trainable_only:
+        if self.frozen_apart:
             save.write({name: named[name] for name in named if name in apart}, part="frozen")
         rest = {
             "training": {name: owner.training for _, name, owner in list_modules(module)},

@@ -150,7 +150,7 @@ def compare_ties(saved: Mapping[str, Any], module: nn.Module) -> list[str]:
     """List the names that share a tensor in the checkpoint or in the run, and not in the other."""
     faults = []
     first_saved: dict[str, str] = {}
-    first_live: dict[int, str] = {}
+    first_live: dict[object, str] = {}
     for path, tensor in chain(
         module.named_parameters(remove_duplicate=False),
         module.named_buffers(remove_duplicate=False),
@@ -159,12 +159,22 @@ def compare_ties(saved: Mapping[str, Any], module: nn.Module) -> list[str]:
         info: Any = saved.get(name)
         if not _is_tensor(info) or 0 in info.shape:
             continue
-        was, now = first_saved.setdefault(info.name, name), first_live.setdefault(id(tensor), name)
+        was = first_saved.setdefault(info.name, name)
+        now = first_live.setdefault(_identify(tensor), name)
         if was != now:
             before, after = ("one tensor", "two") if was != name else ("two tensors", "one")
             other = was if was != name else now
             faults.append(f"{other} and {name} were {before} when saved and are {after} in the run")
     return faults
+
+
+def _identify(tensor: torch.Tensor) -> object:
+    """Return what two tensors have in common that are the same memory, as the checkpoint has it."""
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return id(tensor)
+    if not tensor.numel() or not tensor.data_ptr():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def compare_frozen(was: set[str], now: set[str], names: Collection[str]) -> list[str]:

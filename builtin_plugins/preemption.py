@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import sys
@@ -15,11 +16,14 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import hookbus
-from hookbus.errors import CallError
+from builtin_plugins.save_policy import find_loop
+from hookbus.errors import CallError, SaveError
 
 logger = logging.getLogger("hookbus")
 
 Former: TypeAlias = Callable[[int, types.FrameType | None], Any] | int | None
+
+_NEVER = (signal.SIGKILL, signal.SIGSTOP)  # nobody can heed these
 
 
 class Preemption:
@@ -44,14 +48,19 @@ class Preemption:
         grace: float | None = None,
         on_interrupt: bool = False,
     ) -> None:
-        if isinstance(signals, int) or not all(each in signal.valid_signals() for each in signals):
+        able = signal.valid_signals() - set(_NEVER)
+        if not isinstance(signals, Collection) or not all(each in able for each in signals):
             raise CallError(f"signals={signals!r}: pass a tuple such as (signal.SIGTERM,)")
-        if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int | float)):
+        is_number = isinstance(grace, int | float) and not isinstance(grace, bool)
+        if grace is not None and not (is_number and 0 < grace < math.inf):
             raise CallError(f"grace={grace!r}: pass seconds, or None")
-        self._signals = [*signals, *([signal.SIGINT] if on_interrupt else [])]
+        self._signals = tuple(
+            dict.fromkeys([*map(int, signals), *([signal.SIGINT] if on_interrupt else [])])
+        )
         self._grace = grace
         self._bus: weakref.ref[hookbus.HookBus] | None = None
         self._process = 0
+        self._active = False
         self._former: dict[int, Former] = {}
         self._caught: int | None = None
         self._passed_at = 0.0
@@ -59,27 +68,29 @@ class Preemption:
         self._warned = False
 
     @property
-    def caught(self) -> signal.Signals | None:
+    def caught(self) -> int | None:
         """The signal that came, if any: leave long code that has no safe point of its own."""
-        return None if self._caught is None else signal.Signals(self._caught)
+        return self._caught
 
     @hookbus.hookimpl
     def bus_open(self, bus: hookbus.HookBus) -> None:
         self._bus = weakref.ref(bus)
+        if bus.resumed:
+            self._begin()
 
     @hookbus.hookimpl
-    def resume_end(self, resume: hookbus.Resume) -> None:
-        self._passed_at = time.monotonic()
-        if resume.stage != "fit" or self._former:
-            return
-        if threading.current_thread() is not threading.main_thread():
+    def resume_start(self, resume: hookbus.Resume) -> None:
+        self._end()  # a signal while the run is restored is no business of ours
+        if resume.stage == "fit" and threading.current_thread() is not threading.main_thread():
             raise CallError(
                 "signals can only be heeded in the main thread; resume there, or leave Preemption"
                 " out"
             )
-        self._process = os.getpid()
-        for number in self._signals:
-            self._former[number] = signal.signal(number, self._heed)
+
+    @hookbus.hookimpl
+    def resume_end(self, resume: hookbus.Resume) -> None:
+        if resume.stage == "fit":
+            self._begin()
 
     @hookbus.hookimpl(trylast=True)
     def safe_point(self, loop: Any) -> None:
@@ -88,52 +99,94 @@ class Preemption:
         self._passed_at = now
         if self._caught is None or self._bus is None or (bus := self._bus()) is None:
             return
-        name = signal.Signals(self._caught).name
-        status, self._caught = 128 + self._caught, None
-        # Written here and now, with whatever else was asked for in this body.
+        number, name = self._caught, _name(self._caught)
+        # Written here and now, with whatever else was asked for in this body. That one behind
+        # training has failed was told, and keeps nobody from saving.
+        with contextlib.suppress(SaveError):
+            bus.wait()
         bus.save(why=name)
         bus.write_asked()
         logger.warning("%s: step %d is saved, and the run ends here", name, loop.step)
-        sys.exit(status)
+        self._caught = None
+        sys.exit(128 + number)
 
     @hookbus.hookimpl
     def save_end(self, checkpoint: hookbus.Checkpoint) -> None:
-        self._passed_at = time.monotonic()  # saving is no part of the way
-        needed = self._longest_way + (checkpoint.seconds or 0.0)
-        if self._grace is not None and needed > self._grace and not self._warned:
+        seconds = checkpoint.seconds or 0.0
+        if checkpoint.blocked == checkpoint.seconds:
+            self._passed_at += seconds  # a save that is waited for is no part of the way
+        if self._grace is not None and self._longest_way + seconds > self._grace:
+            self._warn_of_grace(seconds)
+
+    @hookbus.hookimpl
+    def bus_close(self) -> None:
+        caught = self._caught
+        self._end()
+        if caught is None or os.getpid() != self._process:
+            return
+        if sys.exception() is None:
+            os.kill(os.getpid(), caught)  # too late for a safe point: as if it came now
+        else:  # the error is to be seen, and mostly ends the process by itself
+            logger.warning("%s came and was not heeded, since the run broke", _name(caught))
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        bus = self._bus() if self._bus is not None else None
+        if bus is None or self._active:
+            return
+        if find_loop(bus) is None:
+            logger.warning(
+                "Preemption: there is no loop on the bus, so no safe point comes and signals are"
+                " not heeded"
+            )
+            return
+        self._process, self._passed_at, self._active = os.getpid(), time.monotonic(), True
+        for number in self._signals:
+            self._former[number] = signal.signal(number, self._heed)
+
+    def _end(self) -> None:
+        self._active, self._caught = False, None
+        if threading.current_thread() is threading.main_thread():
+            for number, former in self._former.items():
+                if signal.getsignal(number) == self._heed:
+                    signal.signal(number, signal.SIG_DFL if former is None else former)
+
+    def _heed(self, number: int, frame: types.FrameType | None) -> None:
+        forked = os.getpid() != self._process
+        if forked and number not in (signal.SIGTERM, signal.SIGINT):
+            return  # sent to all processes of the job, as some schedulers do
+        if forked or not self._active or self._caught is not None:
+            # A forked child's own affair; or it comes too late; or it is the second one.
+            self._hand_on(number, frame)
+            return
+        self._caught = number
+        with contextlib.suppress(OSError):  # not through buffers, which may be in use right now
+            os.write(2, f"hookbus: {_name(number)}: saving at the next safe point\n".encode())
+
+    def _hand_on(self, number: int, frame: types.FrameType | None) -> None:
+        """Do what the former handler would; somebody else's may stand before this one by now."""
+        former = self._former.get(number)
+        if callable(former) and former != self._heed:
+            former(number, frame)
+        elif self._active or former is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _warn_of_grace(self, seconds: float) -> None:
+        if not self._warned:
             self._warned = True
             logger.warning(
                 "grace=%g is too short: the longest way to a safe point took %.1f s, and a save"
                 " %.1f s; ask for more time, or save less",
                 self._grace,
                 self._longest_way,
-                checkpoint.seconds or 0.0,
+                seconds,
             )
 
-    @hookbus.hookimpl
-    def bus_close(self) -> None:
-        caught, self._caught = self._caught, None
-        self._put_back()
-        # An error on its way is to be seen, and ends the process by itself.
-        if caught is not None and os.getpid() == self._process and sys.exception() is None:
-            os.kill(os.getpid(), caught)  # too late for a safe point: as if it came now
 
-    def _heed(self, number: int, frame: types.FrameType | None) -> None:
-        forked = os.getpid() != self._process
-        if forked and number not in (signal.SIGTERM, signal.SIGINT):
-            return  # sent to all processes of the job, as some schedulers do
-        if forked or self._caught is not None:
-            # A forked child's own affair; or the second one, which ends it at once.
-            self._put_back()
-            os.kill(os.getpid(), number)
-            return
-        self._caught = number
-        name = signal.Signals(number).name
-        with contextlib.suppress(OSError):  # not through buffers, which may be in use right now
-            os.write(2, f"hookbus: {name}: saving at the next safe point\n".encode())
-
-    def _put_back(self) -> None:
-        for number, former in self._former.items():
-            if signal.getsignal(number) == self._heed:
-                signal.signal(number, signal.SIG_DFL if former is None else former)
-        self._former.clear()
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

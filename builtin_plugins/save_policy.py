@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from typing import Any
 
 import hookbus
 from builtin_plugins.keep import Keep
+from builtin_plugins.loop import Loop
 from builtin_plugins.when import Moment, When
 from hookbus.errors import CallError, HookbusError
 
@@ -32,33 +34,47 @@ class SavePolicy:
             raise CallError(f"when={when!r}: pass a rule such as EverySteps(500)")
         if keep is not None and not isinstance(keep, Keep):
             raise CallError(f"keep={keep!r}: pass a rule such as KeepLast(3)")
-        self._when, self._keep, self._wait = when, keep, wait
+        self.when, self.keep, self.wait = when, keep, wait
         self._bus: weakref.ref[hookbus.HookBus] | None = None
         self._checkpoints: list[hookbus.Checkpoint] = []
         self._step_before = 0
-        self._saved_at = 0.0
-        self._saving = False
+        self._saved_at = time.monotonic()
         self._blocked: float | None = None
         self._writing: float | None = None
 
     @hookbus.hookimpl
     def bus_open(self, bus: hookbus.HookBus) -> None:
+        others = [each.plugin for each in bus.plugins if isinstance(each.plugin, SavePolicy)]
+        if self.keep and any(each.keep for each in others if each is not self):
+            raise CallError(
+                "two policies keep checkpoints on this bus, and each would delete the other's; give"
+                " one of them keep=A | B"
+            )
         self._bus = weakref.ref(bus)
 
     @hookbus.hookimpl
     def resume_end(self, resume: hookbus.Resume) -> None:
         if resume.stage != "fit":
             return
-        self._checkpoints = hookbus.checkpoints(resume.run) if self._keep else []
-        self._step_before, self._saved_at = resume.step, time.monotonic()
-        saves = [each for each in hookbus.history(resume.run) if each["event"] == "save"]
-        last = saves[-1] if saves else {}
-        if all(isinstance(last.get(name), float) for name in ("blocked", "seconds")):
-            self._blocked, self._writing = last["blocked"], last["seconds"]
+        self._checkpoints = hookbus.checkpoints(resume.run) if self.keep else []
+        self._step_before, self._saved_at = 0, time.monotonic()
+        self._blocked = self._writing = None
+        if self.when is None:
+            return
+        bus = self._bus() if self._bus is not None else None
+        loop = find_loop(bus) if bus is not None else None
+        if loop is None:
+            logger.warning("SavePolicy(when=%s): there is no loop on the bus to save by", self.when)
+        else:
+            self._step_before = loop.step
+        try:
+            self._read_history(hookbus.history(resume.run))
+        except HookbusError as error:  # figures only
+            logger.warning("%s", error)
 
     @hookbus.hookimpl
     def safe_point(self, loop: Any) -> None:
-        if self._when is None or self._bus is None or (bus := self._bus()) is None:
+        if self.when is None or self._bus is None or (bus := self._bus()) is None:
             return
         moment = Moment(
             step=loop.step,
@@ -66,30 +82,52 @@ class SavePolicy:
             epoch=loop.epoch,
             epoch_ended=loop.position["where"] == "tail",
             seconds=time.monotonic() - self._saved_at,
-            saving=self._saving,
+            saving=bus.saving,
             blocked=self._blocked,
             writing=self._writing,
         )
         self._step_before = loop.step
-        if reasons := self._when.list_due(moment):
-            bus.save(wait=self._wait, why=", ".join(reasons))
+        if reasons := self.when.list_due(moment):
+            bus.save(wait=self.wait, why=", ".join(reasons))
 
     @hookbus.hookimpl
     def save_start(self, save: hookbus.Save) -> None:
-        self._saved_at, self._saving = time.monotonic(), True
+        self._saved_at = time.monotonic()
 
     @hookbus.hookimpl
     def save_end(self, checkpoint: hookbus.Checkpoint) -> None:
-        self._saving = False
-        self._blocked, self._writing = checkpoint.blocked, checkpoint.seconds
-        if self._keep is None or self._bus is None or (bus := self._bus()) is None:
+        started = time.monotonic()
+        self._delete_others(checkpoint)
+        self._note_cost(checkpoint.blocked, checkpoint.seconds, time.monotonic() - started)
+
+    def _delete_others(self, checkpoint: hookbus.Checkpoint) -> None:
+        if self.keep is None or self._bus is None or (bus := self._bus()) is None:
             return
         ours = [each for each in self._checkpoints if each.run_id == checkpoint.run_id]
         self._checkpoints = [*ours, checkpoint]
-        kept = [*self._keep.choose(self._checkpoints), checkpoint]
-        for each in [each for each in self._checkpoints if each not in kept]:
+        kept = {each.path for each in (*self.keep.choose(self._checkpoints), checkpoint)}
+        for each in [each for each in self._checkpoints if each.path not in kept]:
             try:
                 bus.delete(each, why="no rule keeps it")
-            except HookbusError as error:
+            except HookbusError as error:  # it is tried again after the next save
                 logger.warning("%s is not deleted: %s", each.path, error)
-            self._checkpoints.remove(each)
+        self._checkpoints = [each for each in self._checkpoints if each.path.exists()]
+
+    def _read_history(self, records: list[dict[str, Any]]) -> None:
+        for record in records:
+            if record["event"] == "save":
+                self._note_cost(record.get("blocked"), record.get("seconds"))
+
+    def _note_cost(self, blocked: object, seconds: object, more: float = 0.0) -> None:
+        """Note what a save cost, if it was of the sort that this policy asks for."""
+        if not isinstance(blocked, float) or not isinstance(seconds, float):
+            return
+        if math.isfinite(blocked + seconds) and self.wait == (blocked >= seconds):
+            self._blocked, self._writing = blocked + more, seconds
+
+
+def find_loop(bus: hookbus.HookBus) -> Any:
+    """Return what counts on a bus, also if its plugin is blocked; else ``None``."""
+    plugins = [each.plugin for each in bus.plugins if each.kind == "loop"]
+    loops = [each for each in (*plugins, *bus.components.values()) if isinstance(each, Loop)]
+    return next(iter(loops), None)

@@ -22,7 +22,7 @@ class Wanted:
 
     metrics: Mapping[str, float]
     wait: bool
-    why: str
+    why: tuple[str, ...]
     tag: str | None = None
 
     @classmethod
@@ -36,18 +36,25 @@ class Wanted:
         """
         if not isinstance(wait, bool):
             raise CallError(f"wait={wait!r}: pass True or False")
-        for argument, text in (("why", why), ("tag", tag)):
-            if text is not None and (not isinstance(text, str) or not text):
-                raise CallError(f"{argument}={text!r}: pass a word or two")
-        return cls(clean_metrics(metrics), wait, why, tag)
+        if tag is not None:
+            check_word("tag", tag)
+        return cls(clean_metrics(metrics), wait, (check_word("why", why),), tag)
 
     def join(self, other: Wanted) -> Wanted:
-        """Return one save that is what both want."""
-        reasons = dict.fromkeys([*self.why.split(", "), *other.why.split(", ")])
+        """Return one save that is what both want.
+
+        Raises:
+            CallError: each has a tag of its own.
+        """
+        if self.tag and other.tag and self.tag != other.tag:
+            raise CallError(
+                f"tag={other.tag!r}: this place is being saved with tag={self.tag!r}; several saves"
+                " of one body are one"
+            )
         return Wanted(
             metrics={**self.metrics, **other.metrics},
             wait=self.wait or other.wait,
-            why=", ".join(reasons),
+            why=tuple(dict.fromkeys([*self.why, *other.why])),
             tag=other.tag or self.tag,
         )
 
@@ -62,6 +69,17 @@ class Asked:
     def add(self, wanted: Wanted) -> None:
         """Ask for one more; several are one."""
         self.wanted = wanted if self.wanted is None else self.wanted.join(wanted)
+
+
+def check_word(argument: str, text: object) -> str:
+    """Return a text that is one.
+
+    Raises:
+        CallError: it is none, or empty.
+    """
+    if not isinstance(text, str) or not text:
+        raise CallError(f"{argument}={text!r}: pass a word or two")
+    return text
 
 
 def warn_at_exit(bus: object, asked: Asked) -> None:

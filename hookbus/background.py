@@ -2,39 +2,68 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from hookbus.checkpoint import Checkpoint
 from hookbus.errors import SaveError
 from hookbus.logs import logger
+
+_in_flight = set["Background"]()
+os.register_at_fork(after_in_child=_in_flight.clear)
 
 
 class Background:
     """A save whose state is copied and whose files are being written by a thread of its own.
 
     The thread ends by itself and is waited for when the process ends. A failure is logged at once,
-    and raised by `collect`, in the thread that trains.
+    and raised by `collect`, in the thread that trains. Whether it is over is told by the thread
+    alone: an interrupted ``join`` takes a running one for dead (Python 3.11 and 3.12).
     """
 
-    def __init__(self, step: int, write: Callable[[], Checkpoint]) -> None:
+    def __init__(self, run: Path, step: int, write: Callable[[], Checkpoint]) -> None:
+        self.run = run
         self.step = step
         self._write = write
         self._checkpoint: Checkpoint | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"hookbus save of step {step}")
-        self._thread.start()
+        self._begun, self._over = threading.Event(), threading.Event()
+        self._given_up = False
+        self._guard = threading.Lock()
+        self._then: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Begin to write; keep this object before, since an interrupt may come from here."""
+        _in_flight.add(self)
+        try:
+            threading.Thread(target=self._run, name=f"hookbus save of step {self.step}").start()
+        except BaseException as error:
+            with self._guard:
+                if not self._begun.wait(5):  # it never will
+                    self._given_up, self._error = True, error
+                    self._end()
+            raise
 
     @property
     def done(self) -> bool:
-        return not self._thread.is_alive()
+        return self._over.is_set()
 
     def wait(self) -> float:
         """Wait until it is done; return the seconds that took."""
         started = time.perf_counter()
-        self._thread.join()
+        self._over.wait()
         return time.perf_counter() - started
+
+    def when_done(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once it is done, or now if it is."""
+        with self._guard:
+            if not self.done:
+                self._then = then
+                return
+        then()
 
     def collect(self) -> Checkpoint:
         """Return what was committed, once it is done.
@@ -42,20 +71,37 @@ class Background:
         Raises:
             SaveError: nothing was; its cause is what went wrong first.
         """
-        if self._error is not None:
+        if self._checkpoint is None:
+            error = self._error
             raise SaveError(
-                f"the save of step {self.step} failed behind training:"
-                f" {type(self._error).__name__}: {self._error}; earlier checkpoints are as they"
-                " were"
-            ) from self._error
-        assert self._checkpoint is not None
+                f"the save of step {self.step} failed behind training: {type(error).__name__}:"
+                f" {error}; earlier checkpoints are as they were"
+            ) from error
         return self._checkpoint
 
     def _run(self) -> None:
+        self._begun.set()
         try:
-            self._checkpoint = self._write()
+            if not self._given_up:
+                self._checkpoint = self._write()
         except BaseException as error:  # torch has errors that are no Exception
             self._error = error
             logger.error(
                 "the save of step %d failed: %s: %s", self.step, type(error).__name__, error
             )
+        finally:
+            with self._guard:
+                self._end()
+            if self._then is not None:
+                self._then()
+
+    def _end(self) -> None:
+        _in_flight.discard(self)
+        self._over.set()
+
+
+def wait_for_writers(run: Path | None = None) -> None:
+    """Wait until nothing is written behind training, into this run or at all."""
+    for each in list(_in_flight):
+        if run in (None, each.run):
+            each.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 import types
@@ -11,7 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from hookbus.asked import Wanted, warn_at_exit
+from hookbus.asked import Wanted, check_word, warn_at_exit
+from hookbus.background import wait_for_writers
 from hookbus.checkpoint import Checkpoint, RunLock, make_run_directory, sweep
 from hookbus.choosing import check_run, choose
 from hookbus.entry_points import Failed
@@ -27,7 +29,7 @@ from hookbus.resume import Resume
 from hookbus.resuming import abandon, describe_start
 from hookbus.resuming import fire as fire_restore_event
 from hookbus.run_writer import RunWriter
-from hookbus.saver import Pace, Saver
+from hookbus.saver import Pace, Saver, check_right
 from hookbus.sequence import RESUME_EVENTS
 from hookbus.transfer import Transfer
 
@@ -95,6 +97,11 @@ class HookBus:
         return self._saver is not None
 
     @property
+    def saving(self) -> bool:
+        """Whether a save is being written behind training."""
+        return self._saver is not None and self._saver.writer.saving
+
+    @property
     def hook(self) -> Relay:
         """The relay that fires events: ``bus.hook.restore_model(resume=resume)``."""
         return Relay(self.fire, self._plugins)
@@ -117,7 +124,7 @@ class HookBus:
         return name
 
     def unregister(self, name: str) -> None:
-        """Take a plugin, and its component, off the bus."""
+        """Take a plugin, and its component, off the bus; ``bus_close`` fires for it alone."""
         self._plugins.unregister(name)
         if not any(component is self._loop for component in self.components.values()):
             self._loop = None
@@ -253,23 +260,42 @@ class HookBus:
         saver = self._get_saver()
         return saver.save(step, Wanted.make(metrics, wait, why, tag))
 
+    def wait(self) -> None:
+        """Wait until the save behind training, if any, is committed.
+
+        Raises:
+            SaveError: it failed; its cause is what went wrong first.
+        """
+        if self._saver is not None:
+            self._saver.finish()
+
     def delete(self, checkpoint: Checkpoint, *, why: str = "asked") -> None:
         """Delete a checkpoint of this run, and say so in its history.
 
         Before that every byte of the newest one is read, once, and found right.
 
         Raises:
-            SaveError: it is the newest, or none of this run, or the newest one is not there.
-            CorruptCheckpointError: the newest one is damaged; nothing is deleted.
+            SaveError: it is the newest, or none of this run.
+            CheckpointNotFoundError: it, or the newest one, is not there.
+            CorruptCheckpointError: it, or the newest one, is damaged; nothing is deleted.
             WriteError: the disk refused.
         """
-        self._get_saver().delete(checkpoint, why)
+        saver = self._get_saver()
+        if not isinstance(checkpoint, Checkpoint):
+            raise CallError(f"delete({checkpoint!r}): pass one of hookbus.checkpoints(run)")
+        saver.delete(checkpoint, check_word("why", why))
 
     def reach_safe_point(self, loop: object) -> None:
         """Fire ``safe_point`` and write what was asked for; called by the loop on the bus."""
+        failure = None
         if self._saver is not None:
-            self._saver.collect_done()
+            try:
+                self._saver.collect_done()
+            except SaveError as error:  # whoever has to save right now must still be asked
+                failure = error
         self.hook.safe_point(loop=loop)
+        if failure is not None:
+            raise failure
         self.write_asked()
 
     def write_asked(self) -> None:
@@ -342,6 +368,7 @@ class HookBus:
 
     def _take_lock(self, run: Path) -> None:
         make_run_directory(run)
+        wait_for_writers(run)  # an older bus of this process may have a save in flight
         lock = RunLock(run)
         lock.take()
         if self._lock is not None:
@@ -363,6 +390,7 @@ class HookBus:
                 components=self.components,
                 fire=self._fire_by_name,
                 watch=self._watch,
+                check_right=functools.partial(check_right, self._lock),
             )
             writer.note_start(resume)
             self._saver = Saver(writer, self._lock, self._loop)
@@ -414,14 +442,18 @@ class HookBus:
         try:
             if not self._closed:
                 self._closed = True
-                if self._saver is not None:
-                    self._saver.writer.abandon()
-                self.fire("bus_close", {})
+                try:
+                    if self._saver is not None:
+                        self._saver.writer.wait_out()
+                finally:
+                    self.fire("bus_close", {})
         finally:
             # What is left is free of cycles, so that loaders and their workers go when the script
             # lets go of them, and not when the garbage collector comes by.
-            self._saver = self._loop = None
+            saver, self._saver, self._loop = self._saver, None, None
             self._plugins.clear()
-            if self._lock is not None:
-                self._lock.release()
-                self._lock = None
+            lock, self._lock = self._lock, None
+            if lock is not None and saver is not None:
+                saver.writer.when_done(lock.release)  # also if the waiting was interrupted
+            elif lock is not None:
+                lock.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import attrs
 from hookbus.checkpoint import (
     Checkpoint,
     folders,
+    history,
     open_checkpoint,
     read_folder_name,
     take_path,
@@ -80,7 +82,7 @@ def choose(run: Path, request: Request) -> Choice:
     if request.step is not None:
         return Choice(_choose_step(run, request, found), fresh=False)
     if found and request.may_fall_back:
-        choice = _open_newest(found)
+        choice = _open_newest(run, found)
         _warn_of_strangers(choice, found)
         return choice
     if found:
@@ -101,7 +103,9 @@ def choose_older(than: Path) -> Choice:
         CorruptCheckpointError: there is none, or all are damaged.
     """
     found = _look_into(than.parent)
-    return _open_newest(found[: [each.folder for each in found].index(than)])
+    position = [each.folder for each in found].index(than)
+    own = [each for each in found[:position] if each.run_id in (None, found[position].run_id)]
+    return _open_newest(than.parent, own)
 
 
 def find_way_out(checkpoint: Path, wanted: Collection[str] | None = None) -> str:
@@ -152,9 +156,12 @@ def _look_into(run: Path) -> list[_Found]:
     return sorted(found, key=lambda each: (each.step, each.serial, each.folder.name))
 
 
-def _open_newest(found: Sequence[_Found]) -> Choice:
+def _open_newest(run: Path, found: Sequence[_Found]) -> Choice:
+    """Open the newest that can be; behind a damaged one, only of the run that was started last."""
     damaged: dict[Path, CorruptCheckpointError] = {}
     for each in reversed(found):
+        if damaged and each.run_id is not None and each.run_id != _read_run_id(run, each.run_id):
+            continue
         try:
             return Choice(open_checkpoint(each.folder), fresh=False, damaged=damaged)
         except CorruptCheckpointError as error:
@@ -165,6 +172,14 @@ def _open_newest(found: Sequence[_Found]) -> Choice:
         "; ".join(map(str, damaged.values()))
         + "; there is no other checkpoint, and nothing was moved"
     )
+
+
+def _read_run_id(run: Path, default: str) -> str:
+    """Return the id of the run that was started last in a run directory."""
+    with contextlib.suppress(CheckpointError):
+        starts = [each for each in history(run) if each["event"] == "start"]
+        return str(starts[-1].get("run_id", default)) if starts else default
+    return default
 
 
 def _warn_of_strangers(choice: Choice, found: Sequence[_Found]) -> None:

@@ -16,6 +16,7 @@
     │   ├── FormatError               written by a version this one cannot read
     │   ├── StateError                (TypeError) a state holds something that cannot be stored
     │   ├── RunLockedError            another process works in the run directory
+    │   ├── ReadError                 (OSError) a file is there and cannot be read now
     │   └── WriteError                (OSError) the disk refused: full, read-only, no permission
     ├── ResumeError                   the run cannot go on as it was
     │   ├── MismatchError             a section and its component do not fit
@@ -88,6 +89,10 @@ class StateError(CheckpointError, TypeError):
 
 class RunLockedError(CheckpointError):
     """Another process works in the run directory."""
+
+
+class ReadError(CheckpointError, OSError):
+    """A file is there and cannot be read now; that it is damaged is not said."""
 
 
 class WriteError(CheckpointError, OSError):

@@ -39,7 +39,10 @@ def bus_open(bus: HookBus) -> None:
 
 @hookspec
 def bus_close() -> None:
-    """Fire once, when the bus closes: let go of what belongs to the process."""
+    """Fire when the bus closes, or for one plugin alone that is taken off it.
+
+    Let go of what belongs to the process.
+    """
 
 
 # -- restoring, in this order -------------------------------------------------------------------
@@ -170,7 +173,11 @@ def save_state(save: Save) -> None:
 
 @hookspec
 def save_end(checkpoint: Checkpoint) -> None:
-    """Fire after the checkpoint is committed and visible under its final name."""
+    """Fire after the checkpoint is committed and visible under its final name.
+
+    It fires in the thread that trains: for a save behind training at the next safe point, save or
+    ``close``, and not if the bus is left by an exception. No save can be asked for here.
+    """
 
 
 # -- training -----------------------------------------------------------------------------------
@@ -221,7 +228,7 @@ def put_streams(slot: str) -> None:
 
 @hookspec
 def bytes_moved(transfer: Transfer) -> None:
-    """Fire while a checkpoint is verified, read or written.
+    """Fire while a checkpoint is verified or written; not for a save behind training.
 
     It fires at the start, as bytes go by, and once more at the end, when ``transfer.ended`` is
     true; ``transfer.failed`` says whether it came to nothing. For progress bars.

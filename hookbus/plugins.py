@@ -211,6 +211,8 @@ class Plugins:
         return entry
 
     def _remove(self, entry: Registered) -> None:
+        if "bus_close" in entry.events:
+            self.ask_one(entry, "bus_close", {})
         self.entries.remove(entry)
         self._forget(entry)
 

@@ -35,6 +35,8 @@ from hookbus.settings import read_settings, read_versions
 class RunWriter:
     """Writes into one run directory; who may, and when, is for others to decide.
 
+    ``check_right`` raises where this process may not write there any more.
+
     ``last`` is the newest committed checkpoint of the run.
     """
 
@@ -45,9 +47,11 @@ class RunWriter:
     components: Mapping[str, object]
     fire: Callable[..., Any]
     watch: Callable[..., Any]
+    check_right: Callable[[], None]
+    _writing: bool = attrs.field(default=False, init=False)
     _staging: Staging = attrs.field(factory=Staging, init=False)
     _background: Background | None = attrs.field(default=None, init=False)
-    _verified: Path | None = attrs.field(default=None, init=False)
+    _verified: Checkpoint | None = attrs.field(default=None, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
 
     @property
@@ -56,6 +60,10 @@ class RunWriter:
         if self._background is not None:
             return self._background.step
         return self.last.step if self.last is not None else -1
+
+    @property
+    def saving(self) -> bool:
+        return self._background is not None and not self._background.done
 
     @property
     def has_saved(self) -> bool:
@@ -80,7 +88,7 @@ class RunWriter:
         """
         started = time.perf_counter()
         self._wait_for_turn(step)
-        with self.streams_kept("now"):
+        with self._alone(), self.streams_kept("now"):
             save = Save(step, metrics, self.components)
             self.fire("save_start", save=save)
             self.fire("save_state", save=save)
@@ -98,15 +106,19 @@ class RunWriter:
                 metrics=save.metrics,
                 settings=read_settings(),
                 versions=read_versions(),
-                why=wanted.why,
+                why=", ".join(wanted.why),
                 tag=wanted.tag,
                 notes=notes,
                 previous=self.last,
+                before_commit=self.check_right,
             )
             if not wanted.wait:
                 blocked = time.perf_counter() - started
                 when_copied()
-                self._background = Background(step, lambda: self._record(write(), started, blocked))
+                self._background = Background(
+                    self.run, step, lambda: self._record(write(), started, blocked)
+                )
+                self._background.start()
                 logger.info("step %d is copied and is being written behind training", step)
                 return None
             total = sum(part.flat.bytes for each in sections for part in each.parts.values())
@@ -129,7 +141,7 @@ class RunWriter:
             return
         self._background = None
         checkpoint = background.collect()
-        with self.streams_kept("end"):
+        with self._alone(), self.streams_kept("end"):
             self._end_save(checkpoint)
 
     def finish(self) -> None:
@@ -138,11 +150,17 @@ class RunWriter:
             self._background.wait()
             self.collect_done()
 
-    def abandon(self) -> None:
+    def wait_out(self) -> None:
         """Wait for the save behind training, if any; the bus goes, and nothing is fired."""
         if self._background is not None and os.getpid() == self._process:
             self._background.wait()
-        self._background = None
+
+    def when_done(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once nothing is written any more; at once, if so."""
+        if self._background is not None and os.getpid() == self._process:
+            self._background.when_done(then)
+        else:
+            then()
 
     def _wait_for_turn(self, step: int) -> None:
         if self._background is None:
@@ -162,7 +180,7 @@ class RunWriter:
 
     def delete(self, checkpoint: Checkpoint, why: str) -> None:
         """Delete a checkpoint of this run; the newest must be a later one, and good."""
-        path = checkpoint.path
+        path = checkpoint.path.absolute()
         if path.parent != self.run or read_folder_name(path.name) is None:
             raise SaveError(f"{path} is no checkpoint in {self.run}, so it is not deleted")
         found = open_checkpoint(path)
@@ -171,9 +189,9 @@ class RunWriter:
         newest = self.last
         if newest is None or (newest.step, newest.serial) <= (found.step, found.serial):
             raise SaveError(f"{path} is the newest checkpoint of its run, so it is not deleted")
-        if self._verified != newest.path:
-            newest.verify()
-            self._verified = newest.path
+        # Every byte once, and each time that it is there as it was.
+        newest.verify(hashes=self._verified is not newest)
+        self._verified = newest
         remove_checkpoint(path)
         logger.info("%s is deleted: %s", path, why)
         self._append("delete", checkpoint=path.name, step=found.step, why=why)
@@ -192,6 +210,19 @@ class RunWriter:
         )
 
     # -- inside --------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self._writing:
+            raise SaveError(
+                "save() was called in an event of a save; ask for another one after it, at the next"
+                " safe point"
+            )
+        self._writing = True
+        try:
+            yield
+        finally:
+            self._writing = False
 
     @contextlib.contextmanager
     def streams_kept(self, slot: str) -> Iterator[None]:
@@ -225,7 +256,7 @@ class RunWriter:
     def _append(self, event: str, **values: Any) -> None:
         try:
             append_record(self.run, event, **values)
-        except WriteError as error:  # what it tells of has happened all the same
+        except (WriteError, ValueError) as error:  # what it tells of has happened all the same
             logger.warning("the history of %s is not written: %s", self.run, error)
 
     def _end_save(self, checkpoint: Checkpoint) -> None:
@@ -240,5 +271,7 @@ class RunWriter:
 
 
 def _show_number(value: float) -> float | str:
-    """Return a metric as JSON can hold it."""
+    """Return a metric as every reader of JSON can hold it."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return f"a number of {value.bit_length()} bits"
     return value if -float("inf") < value < float("inf") else str(value)

@@ -100,6 +100,8 @@ class Saver:
         """Write the save that was asked for, if any, and wait: the bus closes."""
         handled = self._find_exception()
         if handled is None or isinstance(handled, SystemExit):
+            if self.asked.wanted is not None:  # a copy would only be waited for
+                self.asked.wanted = attrs.evolve(self.asked.wanted, wait=True)
             self.write_asked()
         elif self.asked.wanted is not None:
             self.asked.wanted = None
@@ -199,11 +201,7 @@ class Saver:
             )
 
     def _check_lock(self) -> None:
-        if self.lock.lost:
-            raise SaveError(
-                f"a newer bus of this process took {self.writer.run} over; save through that one"
-            )
-        self.lock.renew()
+        check_right(self.lock)
 
     def _check_step(self, step: int | None) -> int:
         newest = self.writer.newest_step
@@ -223,3 +221,17 @@ class Saver:
                 f" {self.writer.run}, step {newest}, so a resume would never take this one; save"
                 " into a run of its own"
             )
+
+
+def check_right(lock: RunLock) -> None:
+    """Refuse to write where this process, or this bus of it, may not any more.
+
+    Raises:
+        SaveError: a newer bus of this process has taken the run over.
+        RunLockedError: another process has, or the run directory was removed or replaced.
+    """
+    if lock.lost:
+        raise SaveError(
+            f"a newer bus of this process took {lock.path.parent} over; save through that one"
+        )
+    lock.renew()

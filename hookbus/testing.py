@@ -45,6 +45,7 @@ from pathlib import Path
 
 import attrs
 
+from hookbus.background import wait_for_writers
 from hookbus.checkpoint import files
 from hookbus.checkpoint.files import Kind, Piece
 from hookbus.errors import CallError
@@ -178,7 +179,7 @@ def crash_at(
             traceback.clear_frames(error.__traceback__)  # the bus is gone with its process
         finally:
             if death.happened:
-                _wait_for_saves()
+                wait_for_writers()  # they run into the dead disk too
 
 
 def _comes_from_crash(error: BaseException | None) -> bool:
@@ -189,13 +190,6 @@ def _comes_from_crash(error: BaseException | None) -> bool:
         or _comes_from_crash(error.__cause__)
         or _comes_from_crash(error.__context__)
     )
-
-
-def _wait_for_saves() -> None:
-    """Let saves behind training run into the dead disk too."""
-    for thread in threading.enumerate():
-        if thread.name.startswith("hookbus save") and thread is not threading.current_thread():
-            thread.join()
 
 
 class Storage(_Watch):

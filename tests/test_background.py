@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -399,3 +400,136 @@ def test_a_run_that_saves_behind_training_all_the_time_ends_with_the_same_bits(
         run.mkdir()
         os.rename(checkpoint.path, run / checkpoint.path.name)
         assert run_bus(build, run, seed_number=99) == expected
+
+
+# -- interrupts, and two buses ------------------------------------------------------------------
+
+
+def interrupt_after(seconds: float) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+@pytest.mark.parametrize("where", ["save", "close"])
+def test_an_interrupt_while_waiting_leaves_no_checkpoint_of_two_moments(
+    where: str, tmp_path: Path
+) -> None:
+    x, y = Keeper(), Keeper("restore_training_state")
+    gate = threading.Event()
+    bus = make_bus(x=x, y=y)
+    bus.resume(tmp_path)
+    with faulty_storage(error=None, on="create", path="*y.safetensors", gate=gate):
+        x.tensor.fill_(1)
+        y.tensor.fill_(1)
+        bus.save(step=1, wait=False)
+        interrupt_after(0.2)
+        if where == "close":  # which waits once more, and is interrupted once more
+            interrupt_after(0.4)
+        with pytest.raises(KeyboardInterrupt):
+            bus.save(step=2, wait=False) if where == "save" else bus.close()
+        threading.Timer(0.3, gate.set).start()
+        if where == "close":  # the run directory is let go once nothing is written any more
+            again = make_bus(x=Keeper(), y=Keeper("restore_training_state"))
+            assert again.resume(tmp_path).step == 1
+            again.close()
+        else:
+            x.tensor.fill_(4)
+            y.tensor.fill_(4)
+            bus.save(step=4, wait=False)
+            bus.close()
+    for checkpoint in hookbus.checkpoints(tmp_path):
+        checkpoint.verify()
+        for name in "xy":
+            assert checkpoint.read(name).tolist() == [float(checkpoint.step)] * 3
+
+
+def test_a_newer_bus_waits_for_what_an_older_one_of_its_process_is_writing(tmp_path: Path) -> None:
+    keeper, gate = Keeper(), threading.Event()
+    older = make_bus(a=keeper)
+    older.resume(tmp_path)
+    keeper.tensor.fill_(5)
+    with faulty_storage(error=None, on="rename", gate=gate):
+        older.save(step=5, wait=False)
+        threading.Timer(0.2, gate.set).start()
+        newer = make_bus(a=Keeper())
+        assert newer.resume(tmp_path).step == 5
+    newer.close()
+    older.close()
+
+
+def test_a_save_does_not_commit_into_a_folder_that_took_the_run_s_place(tmp_path: Path) -> None:
+    run, gate = tmp_path / "run", threading.Event()
+    bus = make_bus(a=Keeper())
+    bus.resume(run)
+    with faulty_storage(error=None, on="fsync", path="*.tmp", gate=gate):
+        bus.save(step=1, wait=False)
+        run.rename(tmp_path / "moved")
+        run.mkdir()
+        gate.set()
+        with pytest.raises(SaveError, match=r"was removed or replaced|No such file"):
+            bus.wait()
+    assert hookbus.checkpoints(run) == []
+    bus.close()
+
+
+class Nested:
+    """Saves in an event of a save."""
+
+    def __init__(self, event: str) -> None:
+        self.bus: hookbus.HookBus | None = None
+
+        def save_again() -> None:
+            assert self.bus is not None
+            self.bus.save(step=9, wait=False)
+
+        setattr(self, event, hookbus.hookimpl(save_again))
+
+
+@pytest.mark.parametrize("event", ["save_start", "save_end"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_save_inside_a_save_is_refused(event: str, wait: bool, tmp_path: Path) -> None:
+    nested = Nested(event)
+    bus = make_bus(a=Keeper(), nested=nested)
+    nested.bus = bus
+    bus.resume(tmp_path)
+
+    def save() -> None:
+        bus.save(step=1, wait=wait)
+        bus.wait()
+
+    with pytest.raises(SaveError, match="was called in an event of a save"):
+        save()
+    bus.close()
+    assert 9 not in list_steps(tmp_path)
+
+
+def test_a_copy_made_in_inference_mode_is_used_again_outside_of_it(tmp_path: Path) -> None:
+    keeper = Keeper()
+    with make_bus(a=keeper) as bus:
+        bus.resume(tmp_path)
+        with torch.inference_mode():
+            bus.save(step=1, wait=False)
+        keeper.tensor.fill_(2)
+        bus.save(step=2, wait=False)
+    assert hookbus.checkpoints(tmp_path)[-1].read("a").tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_metric_that_no_reader_of_json_holds_costs_no_save(wait: bool, tmp_path: Path) -> None:
+    with make_bus(a=Keeper()) as bus:
+        bus.resume(tmp_path)
+        bus.save(step=1, wait=wait, metrics={"a": 10**5000, "b": float("nan")})
+    (record,) = [each for each in hookbus.history(tmp_path) if each["event"] == "save"]
+    assert record["metrics"] == {"a": "a number of 16610 bits", "b": "nan"}
+
+
+def test_two_tags_of_one_place_are_refused(tmp_path: Path) -> None:
+    loop = Loop()
+    with make_bus(a=Keeper(), loop=loop) as bus:
+        bus.resume(tmp_path)
+        for _ in loop.epochs(1):
+            bus.save(tag="one")
+            bus.save(tag="one", why="a, b")
+            with pytest.raises(CallError, match="this place is being saved with tag='one'"):
+                bus.save(tag="two")
+    (saved,) = hookbus.checkpoints(tmp_path)
+    assert (saved.tag, saved.why) == ("one", "asked, a, b")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import xxhash
 from keepers import WAYS, Keeper, Way, make_bus
 
 import hookbus
-from hookbus.errors import CorruptCheckpointError, FormatError
+from hookbus.errors import CorruptCheckpointError, FormatError, ReadError
 
 
 def save(run: Path, *steps: int, **more: Any) -> None:
@@ -245,3 +247,55 @@ def test_changed_settings_are_in_the_history(
     assert start["changes"] == [
         f"threads: saved {threads}, run has {threads + 1}; the run's is used, so not bit for bit"
     ]
+
+
+def test_a_fallback_stays_in_its_run(tmp_path: Path) -> None:
+    save(tmp_path / "own", 1, 5)
+    save(tmp_path / "other", 3)
+    shutil.copytree(find(tmp_path / "other", 3), find(tmp_path / "own", 3))
+    for damage in ("a.safetensors", "manifest.json"):
+        run = tmp_path / damage
+        shutil.copytree(tmp_path / "own", run)
+        flip(find(run, 5) / damage)
+        with make_bus(a=Keeper("restore_training_state")) as bus:
+            assert bus.resume(run).step == 1
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ESTALE])
+def test_a_file_that_cannot_be_read_right_now_is_not_taken_for_damaged(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1, 2)
+
+    def refuse(path: Path) -> int:
+        raise OSError(number, os.strerror(number), str(path))
+
+    for module in ("tensor_file", "manifest"):
+        with monkeypatch.context() as patch, make_bus(a=Keeper()) as bus:
+            patch.setattr(f"hookbus.checkpoint.{module}.open_file", refuse)
+            with pytest.raises(ReadError) as caught:
+                bus.resume(tmp_path)
+            assert caught.value.errno == number
+        assert list_names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_link_that_leads_round_in_a_circle_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    for name in ("latest", "step-00000007"):
+        (tmp_path / name).symlink_to(name)
+    with make_bus(a=Keeper("restore_training_state")) as bus:
+        assert bus.resume(tmp_path).step == 1
+
+
+def test_a_renamed_checkpoint_does_not_win_over_a_later_save_of_its_step(tmp_path: Path) -> None:
+    save(tmp_path, 20)
+    find(tmp_path, 20).rename(find(tmp_path, 30))
+    keeper = Keeper("restore_training_state")
+    with make_bus(a=keeper) as bus:
+        bus.resume(tmp_path)
+        keeper.tensor.fill_(7)
+        bus.save(step=20)
+    keeper = Keeper("restore_training_state")
+    with make_bus(a=keeper) as bus:
+        bus.resume(tmp_path)
+    assert keeper.tensor.tolist() == [7.0] * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -27,8 +28,10 @@ from builtin_plugins import (
     OverheadTarget,
     SavePolicy,
 )
+from builtin_plugins.keep import Keep
 from builtin_plugins.when import Moment
-from hookbus.errors import CallError, CorruptCheckpointError, SaveError
+from hookbus.errors import CallError, CheckpointNotFoundError, CorruptCheckpointError, SaveError
+from hookbus.testing import faulty_storage
 
 
 def train(
@@ -395,3 +398,132 @@ def test_why_a_run_was_saved_is_in_the_checkpoint_and_in_the_history(
     deletions = [(r["checkpoint"], r["why"]) for r in records if r["event"] == "delete"]
     assert deletions == [(name, "no rule keeps it") for name, _ in saves[:2]]
     assert hookbus.checkpoints(tmp_path)[0].why == "every 2 epochs"
+
+
+# -- what people do -----------------------------------------------------------------------------
+
+
+def test_a_deletion_that_failed_is_tried_again(tmp_path: Path) -> None:
+    with make_bus(a=Keeper(), policy=SavePolicy(keep=KeepLast(1))) as bus:
+        bus.resume(tmp_path)
+        bus.save(step=1)
+        with faulty_storage(OSError(errno.EACCES, "no"), on="rename", path="*.step-00000001.*"):
+            bus.save(step=2)
+        assert list_steps(tmp_path) == [1, 2]
+        bus.save(step=3)
+    assert list_steps(tmp_path) == [3]
+
+
+def test_what_cannot_be_removed_is_no_checkpoint_any_more_and_hinders_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    refuse = OSError(errno.EACCES, "no")
+    with (
+        faulty_storage(refuse, on="unlink"),
+        make_bus(a=Keeper(), policy=SavePolicy(keep=KeepLast(1))) as bus,
+    ):
+        bus.resume(tmp_path)
+        bus.save(step=1)
+        bus.save(step=2)
+    assert [each.step for each in hookbus.checkpoints(tmp_path)] == [2]
+    assert "is left over and stays" in caplog.text
+    with faulty_storage(refuse, on="unlink"), make_bus(a=Keeper()) as bus:
+        assert bus.resume(tmp_path).step == 2
+    assert [r["step"] for r in hookbus.history(tmp_path) if r["event"] == "delete"] == [1]
+
+
+def test_two_policies_that_keep_are_refused(tmp_path: Path) -> None:
+    bus = make_bus(policy=SavePolicy(keep=KeepLast(1)), more=SavePolicy(when=EverySteps(5)))
+    with pytest.raises(CallError, match=r"give one of them keep=A \| B"):
+        bus.register(SavePolicy(keep=KeepTagged()), "tags")
+    assert [each.name for each in bus.plugins] == ["policy", "more"]
+    bus.close()
+
+
+def test_a_rule_may_return_checkpoints_that_it_has_opened_itself(tmp_path: Path) -> None:
+    class KeepAll(Keep):
+        def choose(self, checkpoints: Any) -> Any:
+            return hookbus.checkpoints(tmp_path)
+
+    with make_bus(a=Keeper(), policy=SavePolicy(keep=KeepAll())) as bus:
+        bus.resume(tmp_path)
+        for step in range(4):
+            bus.save(step=step)
+    assert list_steps(tmp_path) == [0, 1, 2, 3]
+
+
+def test_the_last_good_one_stays_where_the_newest_has_gone(tmp_path: Path) -> None:
+    with make_bus(a=Keeper()) as bus:
+        bus.resume(tmp_path)
+        first, second, third = (bus.save(step=step) for step in (1, 2, 3))
+        bus.delete(first)
+        shutil.rmtree(third.path)
+        with pytest.raises(CheckpointNotFoundError):
+            bus.delete(second)
+    assert list_steps(tmp_path) == [2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, "x"), "delete(None): pass one of hookbus.checkpoints(run)"),
+        (("path", "x"), "delete('path'): pass one of hookbus.checkpoints(run)"),
+        ((1, ""), "delete(1): pass one of hookbus.checkpoints(run)"),
+    ],
+)
+def test_what_is_no_checkpoint_cannot_be_deleted(
+    arguments: Any, message: str, tmp_path: Path
+) -> None:
+    with make_bus(a=Keeper()) as bus:
+        bus.resume(tmp_path)
+        first = bus.save(step=1)
+        bus.save(step=2)
+        with pytest.raises(CallError) as caught:
+            bus.delete(arguments[0], why=arguments[1])
+        assert str(caught.value) == message
+        with pytest.raises(CallError, match="why='': pass a word or two"):
+            bus.delete(first, why="")
+    assert list_steps(tmp_path) == [1, 2]
+
+
+def test_a_relative_path_is_one_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with make_bus(a=Keeper()) as bus:
+        bus.resume("run")
+        bus.save(step=1)
+        bus.save(step=2)
+        bus.delete(hookbus.checkpoints("run")[0])
+    assert list_steps(tmp_path / "run") == [2]
+
+
+def test_after_a_failed_save_the_overhead_is_measured_again(tmp_path: Path) -> None:
+    policy = SavePolicy(when=OverheadTarget(0.5), wait=True)
+    with pytest.raises(hookbus.errors.WriteError), faulty_storage(on="create", path="*.json"):
+        train(tmp_path, policy, steps=3)
+    train(tmp_path, SavePolicy(when=OverheadTarget(0.5), wait=True), steps=3)
+    assert list_steps(tmp_path)[0] == 1
+
+
+@pytest.mark.parametrize(
+    "line", ['{"event":"save"}', '{"event":"save","blocked":"x","seconds":NaN}', "[[["]
+)
+def test_a_history_that_is_odd_costs_no_resume(line: str, tmp_path: Path) -> None:
+    train(tmp_path, SavePolicy(when=EverySteps(4)), steps=4)
+    with (tmp_path / "run.jsonl").open("a") as file:
+        file.write(line + "\n")
+    train(tmp_path, SavePolicy(when=EverySteps(4) | OverheadTarget(0.01)), steps=8)
+    assert 8 in list_steps(tmp_path)
+
+
+def test_a_policy_without_a_loop_says_that_it_cannot_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_bus(a=Keeper(), policy=SavePolicy(when=EverySteps(1))) as bus:
+        bus.resume(tmp_path)
+    assert "there is no loop on the bus to save by" in caplog.text
+
+
+def test_a_step_that_was_saved_is_not_saved_again_right_after_a_resume(tmp_path: Path) -> None:
+    train(tmp_path, SavePolicy(when=EverySteps(4)), epochs=1)
+    train(tmp_path, SavePolicy(when=EverySteps(4)), epochs=1)
+    assert list_names(tmp_path) == ["00000004"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hookbus
 from builtin_plugins import EverySteps, KeepLast, Loop, Preemption, SavePolicy
 from hookbus.errors import CallError
+from hookbus.testing import faulty_storage
 
 WATCHED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
 
@@ -107,7 +109,7 @@ def test_handlers_are_there_while_the_run_is_and_the_former_ones_are_put_back(
 ) -> None:
     heard: list[int] = []
     own = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
-    bus = make_bus(preemption=Preemption(signals=(signal.SIGUSR2,)))
+    bus = make_bus(preemption=Preemption(signals=(signal.SIGUSR2,)), loop=Loop())
     os.kill(os.getpid(), signal.SIGUSR2)
     bus.resume(tmp_path, stage="fit")
     bus.resume(tmp_path)  # again
@@ -121,7 +123,7 @@ def test_another_stage_leaves_the_handlers_alone(former: list[Any], tmp_path: Pa
     with make_bus() as bus:
         bus.resume(tmp_path)
         bus.save(step=1)
-    with make_bus(preemption=Preemption()) as bus:
+    with make_bus(preemption=Preemption(), loop=Loop()) as bus:
         bus.resume(tmp_path, stage="test")
         assert [signal.getsignal(number) for number in WATCHED] == former
 
@@ -130,11 +132,11 @@ def test_one_that_comes_after_the_last_safe_point_is_handed_on(tmp_path: Path) -
     heard: list[int] = []
     own = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
     preemption = Preemption(signals=(signal.SIGUSR2,))
-    with make_bus(preemption=preemption) as bus:
+    with make_bus(preemption=preemption, loop=Loop()) as bus:
         bus.resume(tmp_path)
         assert preemption.caught is None
         os.kill(os.getpid(), signal.SIGUSR2)
-        assert preemption.caught is signal.SIGUSR2
+        assert preemption.caught == signal.SIGUSR2
         assert heard == []
     assert heard == [signal.SIGUSR2]
     signal.signal(signal.SIGUSR2, own)
@@ -142,7 +144,7 @@ def test_one_that_comes_after_the_last_safe_point_is_handed_on(tmp_path: Path) -
 
 def test_a_forked_child_does_not_save(tmp_path: Path) -> None:
     read, write = os.pipe()
-    with make_bus(preemption=Preemption()) as bus:
+    with make_bus(preemption=Preemption(), loop=Loop()) as bus:
         bus.resume(tmp_path)
         child = os.fork()
         if child == 0:
@@ -159,7 +161,7 @@ def test_a_forked_child_does_not_save(tmp_path: Path) -> None:
 
 def test_an_error_after_the_signal_is_seen(tmp_path: Path) -> None:
     def resume() -> None:
-        with make_bus(preemption=Preemption()) as bus:
+        with make_bus(preemption=Preemption(), loop=Loop()) as bus:
             bus.resume(tmp_path)
             os.kill(os.getpid(), signal.SIGTERM)
             raise ValueError("the cause")
@@ -186,7 +188,7 @@ def test_outside_the_main_thread_it_is_refused(tmp_path: Path) -> None:
     caught: list[BaseException] = []
 
     def resume() -> None:
-        with make_bus(preemption=Preemption()) as bus:
+        with make_bus(preemption=Preemption(), loop=Loop()) as bus:
             try:
                 bus.resume(tmp_path)
             except CallError as error:
@@ -215,6 +217,9 @@ def test_a_grace_that_is_too_short_is_said_once(
     [
         ({"signals": 15}, "signals=15: pass a tuple such as (signal.SIGTERM,)"),
         ({"signals": (0,)}, "signals=(0,): pass a tuple such as (signal.SIGTERM,)"),
+        ({"signals": (9,)}, "signals=(9,): pass a tuple such as (signal.SIGTERM,)"),
+        ({"signals": None}, "signals=None: pass a tuple such as (signal.SIGTERM,)"),
+        ({"grace": -1}, "grace=-1: pass seconds, or None"),
         ({"grace": "30s"}, "grace='30s': pass seconds, or None"),
     ],
 )
@@ -264,6 +269,94 @@ def test_it_says_what_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     with pytest.raises(SystemExit):
         train(tmp_path, Preemption(), kill=(5, signal.SIGTERM))
     assert "SIGTERM: step 6 is saved, and the run ends here" in caplog.messages
+
+
+# -- other people's handlers --------------------------------------------------------------------
+
+
+def test_without_a_loop_no_signal_is_taken(
+    former: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make_bus(preemption=Preemption()) as bus:
+        bus.resume(tmp_path)
+        assert [signal.getsignal(number) for number in WATCHED] == former
+    assert "there is no loop on the bus" in caplog.text
+
+
+@pytest.mark.parametrize("leave", ["another stage", "unregister", "close"])
+def test_handlers_go_with_their_reason(leave: str, former: list[Any], tmp_path: Path) -> None:
+    with make_bus(preemption=Preemption(), loop=Loop()) as bus:
+        bus.resume(tmp_path)
+        bus.save()
+        assert signal.getsignal(signal.SIGTERM) != former[0]
+        if leave == "another stage":
+            bus.resume(tmp_path, stage="test", missing_ok=("loop",))
+        elif leave == "unregister":
+            bus.unregister("preemption")
+        else:
+            bus.close()
+        assert [signal.getsignal(number) for number in WATCHED] == former
+
+
+def test_one_that_is_registered_late_heeds_signals_too(tmp_path: Path) -> None:
+    with make_bus(loop=Loop()) as bus:
+        bus.resume(tmp_path)
+        preemption = Preemption(signals=(signal.SIGUSR2,))
+        bus.register(preemption)
+        own = signal.getsignal(signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert preemption.caught == signal.SIGUSR2
+        assert own == preemption._heed
+        preemption._caught = None
+
+
+def test_a_handler_that_calls_the_one_before_is_handed_on_after_the_end(tmp_path: Path) -> None:
+    heard: list[int] = []
+    original = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    with make_bus(preemption=Preemption(signals=(signal.SIGUSR2,)), loop=Loop()) as bus:
+        bus.resume(tmp_path)
+        ours = signal.getsignal(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, lambda number, frame: ours(number, frame))
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert heard == [signal.SIGUSR2] * 2
+    signal.signal(signal.SIGUSR2, original)
+
+
+def test_an_older_failure_does_not_keep_a_signal_from_saving(tmp_path: Path) -> None:
+    class Failing:
+        kind = "failing"
+
+        @hookbus.hookimpl(tryfirst=True)
+        def safe_point(self, loop: Any) -> None:
+            if loop.step == 3:
+                with faulty_storage(OSError(errno.EIO, "x"), on="create"):
+                    bus.save(wait=False)
+                    bus.write_asked()
+                    bus._saver.writer.wait_out()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    bus = None
+
+    def run() -> None:
+        nonlocal bus
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop = Loop()
+        with hookbus.HookBus() as bus:
+            bus.register(Failing())
+            bus.register(Preemption())
+            bus.attach(model=model, optimizer=optimizer, loop=loop)
+            bus.resume(tmp_path)
+            for _ in loop.steps(9):
+                model(torch.ones(2)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 143
+    assert [each.step for each in hookbus.checkpoints(tmp_path)] == [3]
 
 
 # -- at any moment ------------------------------------------------------------------------------

@@ -224,3 +224,17 @@ def test_a_frozen_layer_of_another_shape_is_named(tmp_path: Path) -> None:
         bus.register(builtin_plugins.Model(live, frozen_apart=True), "model")
         with pytest.raises(hookbus.errors.MismatchError, match=r"0\.weight saved \[200, 200\]"):
             bus.resume(tmp_path)
+
+
+def test_damage_is_not_handed_on_while_the_right_bytes_are_here(tmp_path: Path) -> None:
+    with make_bus(a=Keeper()) as bus:
+        bus.resume(tmp_path)
+        first = bus.save(step=1)
+        file = first.path / "a.safetensors"
+        with file.open("r+b") as opened:
+            opened.seek(-1, os.SEEK_END)
+            opened.write(b"\1")
+        second = bus.save(step=2)
+    second.verify()
+    with pytest.raises(CorruptCheckpointError):
+        first.verify()

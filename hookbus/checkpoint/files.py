@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
-from hookbus.errors import WriteError
+from hookbus.errors import CheckpointError, CorruptCheckpointError, ReadError, WriteError
 
 Piece = bytes | memoryview
 Kind = Literal["mkdir", "create", "write", "fsync", "link", "rename", "unlink", "rmdir"]
@@ -82,14 +82,6 @@ def write_file(path: Path, pieces: Iterable[Piece]) -> int:
     finally:
         os.close(file)
     return size
-
-
-def has_size(path: Path, size: int) -> bool:
-    """Whether there is a file of so many bytes."""
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False
 
 
 def link_file(path: Path, target: Path) -> bool:
@@ -164,6 +156,18 @@ def _remove(path: Path) -> None:
         _remove(path / name)
     _announce("rmdir", path)
     os.rmdir(path)
+
+
+def describe_failure(path: Path, error: OSError) -> CheckpointError:
+    """Return the error for a file that cannot be read: is it damaged, or only not for us now?
+
+    What is missing, of another kind, or refused by the disk itself is damaged. Anything else, such
+    as too many open files, may be right again in a moment.
+    """
+    damage = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ELOOP, errno.EIO)
+    if error.errno in damage:
+        return CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}")
+    return ReadError(error.errno, f"cannot be read: {error.strerror}", str(path))
 
 
 def open_file(path: Path) -> int:

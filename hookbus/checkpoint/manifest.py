@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import xxhash
 
-from hookbus.checkpoint.files import open_file
+from hookbus.checkpoint.files import describe_failure, open_file
 from hookbus.checkpoint.names import file_name
 from hookbus.checkpoint.nodes import rebuild
 from hookbus.checkpoint.tensor_info import TensorInfo, make_header
@@ -138,7 +138,7 @@ def read_manifest(folder: Path) -> tuple[bytes, Manifest]:
             f"{path} is missing, so {folder} is no whole checkpoint"
         ) from error
     except OSError as error:
-        raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise describe_failure(path, error) from error
     body = data[:-SEAL]
     if not body or data != _add_seal(body):
         raise CorruptCheckpointError(

@@ -63,9 +63,16 @@ def folders(run: Path) -> list[Path]:
 
     Nothing is opened: some may be damaged. A run directory that is not there has none.
     """
-    found = [entry for entry in list_entries(run) if entry.is_dir()]
-    named = [(read_folder_name(entry.name), Path(entry.path)) for entry in found]
-    return [path for name, path in sorted(n for n in named if n[0] is not None)]
+    named = [(read_folder_name(entry.name), entry) for entry in list_entries(run)]
+    ours = [(name, Path(entry.path)) for name, entry in named if name and _is_folder(entry)]
+    return [path for _, path in sorted(ours)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads round in a circle
+        return False
 
 
 def is_name(name: object) -> TypeGuard[str]:

@@ -87,22 +87,30 @@ def sweep(run: Path) -> list[Path]:
     if swept:  # a deletion may have died before its new name was on the disk
         files.sync_folder(run)
     for path in swept:
-        files.remove_folder(path)
+        _remove_hidden(path)
     return sorted(swept)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Delete a committed checkpoint: renamed first, so that none is ever seen half.
 
-    A kill in between leaves what `sweep` removes.
+    A kill in between leaves what `sweep` removes, and so does a disk that refuses after it.
 
     Raises:
-        WriteError: the disk refused; it is whole under its name, or not seen any more.
+        WriteError: the disk refused, and it is whole under its name.
     """
     hidden = path.with_name(_name_temporary(path.name))
     files.rename_folder(path, hidden)
     files.sync_folder(path.parent)
-    files.remove_folder(hidden)
+    _remove_hidden(hidden)
+
+
+def _remove_hidden(path: Path) -> None:
+    """Remove what is no checkpoint any more; if it cannot be, it does no harm."""
+    try:
+        files.remove_folder(path)
+    except WriteError as error:
+        _logger.warning("%s is left over and stays: %s", path, error)
 
 
 def set_aside(path: Path) -> Path:

@@ -50,7 +50,8 @@ class Staging:
             key = (*who, name)
             buffer = before.get(key)
             if buffer is None or describe(name, buffer) != describe(name, live):
-                buffer = torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
+                with torch.inference_mode(False):  # the next save may stand outside of it
+                    buffer = torch.empty_like(live, device="cpu", pin_memory=live.is_cuda)
             _copy_into(buffer, live)
             self._buffers[key] = tensors[name] = buffer
         return attrs.evolve(part, flat=attrs.evolve(part.flat, tensors=tensors))
@@ -61,7 +62,7 @@ def _copy_into(buffer: torch.Tensor, live: torch.Tensor) -> None:
     if live.itemsize == 1:  # some of these dtypes cannot be copied by every release
         buffer, plain = buffer.view(torch.uint8), plain.view(torch.uint8)
     with torch.no_grad():
-        buffer.copy_(plain, non_blocking=True)
+        buffer.copy_(plain, non_blocking=live.is_cuda)
 
 
 def _wait_for_copies(sections: Collection[Section]) -> None:

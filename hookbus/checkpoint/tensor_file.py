@@ -10,7 +10,7 @@ from pathlib import Path
 import attrs
 import xxhash
 
-from hookbus.checkpoint.files import open_file
+from hookbus.checkpoint.files import describe_failure, open_file
 from hookbus.checkpoint.manifest import FileInfo
 from hookbus.checkpoint.tensor_info import PIECE, TensorInfo, make_header
 from hookbus.errors import CorruptCheckpointError
@@ -76,7 +76,7 @@ def open_tensors(
     try:
         descriptor = open_file(path)
     except OSError as error:
-        raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        raise describe_failure(path, error) from error
     try:
         status = os.fstat(descriptor)
         if status.st_size != file.bytes:
@@ -114,7 +114,7 @@ def _read_exactly(descriptor: int, piece: memoryview, offset: int, path: Path) -
         try:
             count = os.preadv(descriptor, [piece[done:]], offset + done)
         except OSError as error:
-            raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+            raise describe_failure(path, error) from error
         if not count:
             raise CorruptCheckpointError(f"{path}: ends at byte {offset + done}")
         done += count

@@ -22,6 +22,7 @@ from hookbus.checkpoint.manifest import (
 )
 from hookbus.checkpoint.names import check_names, file_name, folder_name, part_name
 from hookbus.checkpoint.reader import Checkpoint, SectionFile
+from hookbus.checkpoint.tensor_file import open_tensors
 from hookbus.checkpoint.tensor_info import make_header, split_bytes
 from hookbus.checkpoint.tensors import describe, order_names, take_bytes
 from hookbus.checkpoint.tree import Flat, flatten
@@ -67,6 +68,7 @@ def write_checkpoint(
     notes: Sequence[str] = (),
     world_size: int = 1,
     previous: Checkpoint | None = None,
+    before_commit: Callable[[], None] = lambda: None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Checkpoint:
     """Write a checkpoint of ``step`` into a run directory that is there, and return it.
@@ -75,8 +77,8 @@ def write_checkpoint(
     complete. A second one of a step gets a serial. Tensors are read once, one at a time, without a
     copy where they are dense and on the CPU; they must not change until this returns. A part from
     64 KiB up whose tensors are those of ``previous``, by their hashes, is not written again: the
-    two checkpoints share the file. ``on_bytes`` is told the number of bytes of tensors as they are
-    written.
+    two checkpoints share the file. ``before_commit`` may still refuse. ``on_bytes`` is told the
+    number of bytes of tensors as they are written.
 
     Raises:
         CallError: a section's name cannot be a file's, or two differ only by case.
@@ -103,6 +105,8 @@ def write_checkpoint(
     if not run.is_dir():  # one that somebody took away is not made anew behind their back
         raise WriteError(errno.ENOENT, "the run directory is gone; nothing is written", str(run))
     serial = run_directory.next_serial(run, step)
+    if previous is not None and previous.step == step:
+        serial = max(serial, previous.serial + 1)  # whatever its folder is called by now
     final = run / folder_name(step, serial)
     files_before = _list_files(previous)
     with run_directory.temporary_folder(run, final.name) as folder:
@@ -127,6 +131,7 @@ def write_checkpoint(
         sealed = manifest.seal()
         files.write_file(folder / NAME, [sealed])
         files.sync_folder(folder)
+        before_commit()
         files.rename_folder(folder, final)
         files.sync_folder(run)
     checkpoint = Checkpoint(final, manifest, sealed[-SEAL:])
@@ -185,7 +190,13 @@ def _share_part(
             digest.update(piece)
         if digest.hexdigest() != each.hash:
             return None
-    if not files.has_size(path_before, file.bytes) or not files.link_file(path_before, path):
+    try:  # damage there must not be handed on while the right bytes are here
+        with open_tensors(path_before, file, info.tensors) as opened:
+            for each in stored:
+                opened.check(each)
+    except CheckpointError:
+        return None
+    if not files.link_file(path_before, path):
         return None
     if on_bytes is not None:
         on_bytes(part.flat.bytes)
