@@ -42,6 +42,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import attrs
 
@@ -50,7 +51,7 @@ from hookbus.checkpoint import files
 from hookbus.checkpoint.files import Kind, Piece
 from hookbus.errors import CallError
 
-__all__ = ["Change", "Crash", "Storage", "crash_at", "faulty_storage", "record"]
+__all__ = ["Crash", "DiskChange", "Storage", "crash_at", "faulty_storage", "record"]
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -60,7 +61,7 @@ class Crash(BaseException):
 
 
 @attrs.frozen
-class Change:
+class DiskChange:
     """One change of the disk, about to be made.
 
     ``kind`` is ``"mkdir"``, ``"create"`` (a new file, empty), ``"write"`` (``data`` at the end of
@@ -91,12 +92,12 @@ class _Watch:
         self._outer: files.Watcher | None = None
 
     def __call__(self, kind: Kind, path: Path, target: Path | None, data: Piece) -> None:
-        change = Change(kind, path, target, bytes(data))
+        change = DiskChange(kind, path, target, bytes(data))
         self.meet(change)
         if self._outer is not None:
             self._outer(kind, path, target, data)
 
-    def meet(self, change: Change) -> None:
+    def meet(self, change: DiskChange) -> None:
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -111,14 +112,14 @@ class _Watch:
 class _Recording(_Watch):
     def __init__(self) -> None:
         super().__init__()
-        self.changes: list[Change] = []
+        self.changes: list[DiskChange] = []
 
-    def meet(self, change: Change) -> None:
+    def meet(self, change: DiskChange) -> None:
         self.changes.append(change)
 
 
 @contextlib.contextmanager
-def record() -> Iterator[list[Change]]:
+def record() -> Iterator[list[DiskChange]]:
     """Collect every change of the disk that is tried, in order, with the bytes that are written.
 
     They are enough to make the same folder again, up to any of them.
@@ -134,14 +135,14 @@ class _Death(_Watch):
     def __init__(self, number: int, on: Kind | tuple[Kind, ...] | None, path: str) -> None:
         super().__init__()
         self._left, self._on, self._path = number, on, path
-        self.change: Change | None = None
+        self.change: DiskChange | None = None
 
     @property
     def happened(self) -> bool:
         """Whether the process died."""
         return self.change is not None
 
-    def meet(self, change: Change) -> None:
+    def meet(self, change: DiskChange) -> None:
         with self._guard:
             if not self.happened and change.fits(self._on, self._path):
                 self._left -= 1
@@ -169,6 +170,7 @@ def crash_at(
     """
     if type(number) is not int or number < 1:
         raise CallError(f"number={number!r}: pass a whole number from 1 up")
+    _check_target(on, path)
     death = _Death(number, on, path)
     with death.in_front():
         try:
@@ -180,6 +182,19 @@ def crash_at(
         finally:
             if death.happened:
                 wait_for_writers()  # they run into the dead disk too
+
+
+def _check_target(on: object, path: object) -> None:
+    """Refuse what could never be met, so that a test would pass for nothing.
+
+    Raises:
+        CallError: a kind of change that there is not, or a path that is no text.
+    """
+    kinds = () if on is None else on if isinstance(on, tuple) else (on,)
+    if unknown := [each for each in kinds if each not in get_args(Kind)]:
+        raise CallError(f"on={unknown[0]!r}: pass one of {', '.join(get_args(Kind))}")
+    if not isinstance(path, str):
+        raise CallError(f"path={path!r}: pass a shell pattern, as a str")
 
 
 def _comes_from_crash(error: BaseException | None) -> bool:
@@ -210,9 +225,9 @@ class Storage(_Watch):
         super().__init__()
         self.error, self.on, self.path, self.after = error, on, path, after
         self.delay, self.gate = delay, gate
-        self.met: list[Change] = []
+        self.met: list[DiskChange] = []
 
-    def meet(self, change: Change) -> None:
+    def meet(self, change: DiskChange) -> None:
         if not change.fits(self.on, self.path):
             return
         with self._guard:
@@ -245,7 +260,17 @@ def faulty_storage(
     says: full by default, ``OSError(errno.EIO, …)``, ``OSError(errno.EROFS, …)``. With
     ``error=None`` the disk is only slow: each change takes ``delay`` seconds longer, or waits
     until ``gate`` is set, which it is at the end of the block.
+
+    Raises:
+        CallError: an argument is not what is expected.
     """
+    _check_target(on, path)
+    if error is not None and not isinstance(error, OSError):
+        raise CallError(f"error={error!r}: pass OSError(errno.ENOSPC, 'full') or the like, or None")
+    if type(after) is not int or after < 0:
+        raise CallError(f"after={after!r}: pass a whole number from 0 up")
+    if isinstance(delay, bool) or not isinstance(delay, int | float) or delay < 0:
+        raise CallError(f"delay={delay!r}: pass seconds")
     storage = Storage(error, on, path, after, delay, gate)
     with storage.in_front():
         try:

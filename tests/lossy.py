@@ -15,7 +15,7 @@ from typing import Literal
 
 import attrs
 
-from hookbus.testing import Change
+from hookbus.testing import DiskChange
 
 Tree = Mapping[str, "bytes | Tree"]
 """A folder as plain values."""
@@ -87,7 +87,7 @@ class Disk:
         self.root = root
         self.top = _load(root)
 
-    def make(self, change: Change) -> None:
+    def make(self, change: DiskChange) -> None:
         name = change.path.name
         if change.kind == "fsync":
             self._find(change.path).sync()

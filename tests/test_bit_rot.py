@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(path: Path, chance: random.Random) -> str:
-    """Change a file in one way; say how."""
+    """DiskChange a file in one way; say how."""
     data = bytearray(path.read_bytes())
     match chance.choice(["flip", "cut", "append"]):
         case "flip":

@@ -24,7 +24,7 @@ from builtin_plugins import KeepLast, SavePolicy
 from hookbus.checkpoint import files, run_directory, writer
 from hookbus.checkpoint.names import read_folder_name
 from hookbus.errors import HookbusError
-from hookbus.testing import Change, record
+from hookbus.testing import DiskChange, record
 
 
 def start(run: Path, *steps: int, wait: bool = True, keep: int | None = None) -> None:
@@ -53,7 +53,7 @@ class Scenario:
     act: Callable[[Path], object]
     damaged: frozenset[str] = frozenset()
 
-    def record(self, root: Path) -> tuple[Disk, list[Change]]:
+    def record(self, root: Path) -> tuple[Disk, list[DiskChange]]:
         root.mkdir()
         run = root / "runs" / "demo"
         self.before(run)
@@ -108,7 +108,7 @@ class Promise:
         names = {name for name in disk.list_names(run) if read_folder_name(name)}
         return cls(run, set(names), set(names), set(names))
 
-    def follow(self, change: Change, disk: Disk) -> None:
+    def follow(self, change: DiskChange, disk: Disk) -> None:
         """A rename gives and takes names; what it gave is certain once the folder is synced."""
         self.history = disk.read_safe(self.run / "run.jsonl")
         if change.kind == "rename":
@@ -161,7 +161,7 @@ class Found:
         self,
         disk: Disk,
         promise: Promise,
-        changes: Sequence[Change],
+        changes: Sequence[DiskChange],
         folder: Path,
         damaged: frozenset[str] = frozenset(),
     ) -> None:

@@ -19,7 +19,7 @@ from keepers import Keeper, make_bus
 import hookbus
 from hookbus import testing
 from hookbus.errors import CallError, SaveError, WriteError
-from hookbus.testing import Change, Crash, crash_at, faulty_storage, record
+from hookbus.testing import Crash, DiskChange, crash_at, faulty_storage, record
 
 
 def save(run: Path, step: int, *, wait: bool = True) -> None:
@@ -155,7 +155,7 @@ def test_after_a_crash_no_thread_reaches_the_disk(tmp_path: Path) -> None:
         assert crash.happened
     assert not (tmp_path / "other").exists()
     assert hookbus.checkpoints(tmp_path) == []
-    with pytest.raises(SaveError, match="failed behind training: Crash: before Change"):
+    with pytest.raises(SaveError, match="failed behind training: Crash: before DiskChange"):
         bus.close()
 
 
@@ -192,7 +192,7 @@ def test_the_disk_is_full_by_default_and_says_so_as_an_operating_system_does(
     assert caught.value.errno == errno.ENOSPC
     assert caught.value.filename == str(tmp_path / "run")
     assert isinstance(caught.value.__cause__, OSError)
-    assert storage.met == [Change("mkdir", tmp_path / "run")]
+    assert storage.met == [DiskChange("mkdir", tmp_path / "run")]
 
 
 def test_the_first_ones_pass(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_slow_disk_takes_longer(tmp_path: Path) -> None:
         assert bus.save(step=1).seconds >= 0.1
 
 
-FITS: list[tuple[Callable[[Change], bool], bool]] = [
+FITS: list[tuple[Callable[[DiskChange], bool], bool]] = [
     (lambda change: change.fits(None, "*"), True),
     (lambda change: change.fits("rename", "*"), True),
     (lambda change: change.fits("write", "*"), False),
@@ -234,12 +234,31 @@ FITS: list[tuple[Callable[[Change], bool], bool]] = [
 
 @pytest.mark.parametrize(("ask", "answer"), FITS)
 def test_a_change_fits_by_kind_and_by_either_name(
-    ask: Callable[[Change], bool], answer: bool
+    ask: Callable[[DiskChange], bool], answer: bool
 ) -> None:
-    change = Change("rename", Path("/run/.step-00000001.tmp"), Path("/run/step-00000001"))
+    change = DiskChange("rename", Path("/run/.step-00000001.tmp"), Path("/run/step-00000001"))
     assert ask(change) is answer
 
 
 def test_the_kit_needs_no_test_framework() -> None:
     code = "import sys, hookbus.testing; sys.exit('pytest' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: crash_at(on="renam"), "on='renam': pass one of mkdir, create, write, fsync, "),
+        (lambda: faulty_storage(on="writ"), "on='writ': pass one of mkdir, "),
+        (lambda: faulty_storage(on=["write"]), "on=['write']: pass one of mkdir, "),
+        (lambda: crash_at(path=3), "path=3: pass a shell pattern, as a str"),
+        (lambda: faulty_storage(error="full"), "error='full': pass OSError("),
+        (lambda: faulty_storage(error=OSError), "error=<class 'OSError'>: pass OSError("),
+        (lambda: faulty_storage(after=None), "after=None: pass a whole number from 0 up"),
+        (lambda: faulty_storage(delay=-1), "delay=-1: pass seconds"),
+    ],
+)
+def test_what_could_never_be_met_is_refused(make, message: str) -> None:
+    with pytest.raises(CallError) as caught, make():
+        pass
+    assert str(caught.value).startswith(message)

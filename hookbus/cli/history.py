@@ -84,4 +84,6 @@ def _show_moment(value: object) -> str:
 
 
 def _show_seconds(value: object) -> str:
-    return f"{value:.2f}" if type(value) in (int, float) else show(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1e15:
+        return show(value)
+    return f"{value:.2f}"
