@@ -19,6 +19,7 @@ from typing import Any
 
 import attrs
 import numpy as np
+import pytest
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -29,6 +30,11 @@ Where = tuple[str, int, int]
 """``("body", epoch, batch)`` or ``("tail", epoch, 0)``: a place at which a script saves."""
 
 Save = Callable[[Where], None]
+
+EVERY = pytest.mark.parametrize(
+    "every", [3, pytest.param(1, marks=pytest.mark.sweep)], ids=["some places", "every place"]
+)
+"""For `check_exact`: some of the checkpoints, and all of them in the long sweeps."""
 
 
 @attrs.define

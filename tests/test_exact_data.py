@@ -11,6 +11,7 @@ import pytest
 import torch
 from exact import (
     CUT,
+    EVERY,
     Parts,
     Where,
     check_exact,
@@ -93,13 +94,16 @@ def test_every_sampler_of_torch_is_here() -> None:
 
 
 @pytest.mark.parametrize("name", IN_PROCESS)
-def test_a_run_is_the_plain_one_and_goes_on_bit_for_bit_from_any_batch(name: str, tmp_path) -> None:
+@EVERY
+def test_a_run_is_the_plain_one_and_goes_on_bit_for_bit_from_any_batch(
+    every: int, name: str, tmp_path
+) -> None:
     """Source: huggingface/accelerate#2016, huggingface/accelerate#4233,
     huggingface/accelerate#4071, huggingface/transformers#46628, huggingface/transformers#11323,
     Lightning-AI/pytorch-lightning#19764, Lightning-AI/pytorch-lightning#5325,
     Lightning-AI/pytorch-lightning#850, NVIDIA-NeMo/Megatron-Bridge#5257, pytorch/pytorch#122697.
     """
-    check_exact(IN_PROCESS[name], tmp_path)
+    check_exact(IN_PROCESS[name], tmp_path, every=every)
 
 
 @pytest.mark.parametrize("name", [name for name in IN_PROCESS if name != "accumulation"])

@@ -14,7 +14,17 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from exact import CUT, Parts, Save, check_exact, cut_and_go_on, list_places, run_bus, run_plain
+from exact import (
+    CUT,
+    EVERY,
+    Parts,
+    Save,
+    check_exact,
+    cut_and_go_on,
+    list_places,
+    run_bus,
+    run_plain,
+)
 from scenes import (
     Embedding,
     data_scene,
@@ -136,15 +146,21 @@ def is_kind(each: object, kind: type) -> bool:
 
 
 @pytest.mark.parametrize(("optimizer", "scheduler"), pair(OPTIMIZERS, REPRESENTATIVE))
-def test_every_optimizer_goes_on_bit_for_bit(optimizer: str, scheduler: str, tmp_path) -> None:
+@EVERY
+def test_every_optimizer_goes_on_bit_for_bit(
+    every: int, optimizer: str, scheduler: str, tmp_path
+) -> None:
     """Source: pytorch/pytorch#75224; Lightning-AI/pytorch-lightning#2613."""
-    check_exact(make_scene(optimizer, scheduler), tmp_path)
+    check_exact(make_scene(optimizer, scheduler), tmp_path, every=every)
 
 
 @pytest.mark.parametrize(("scheduler", "optimizer"), pair(SCHEDULERS, ["SGD", "AdamW"]))
-def test_every_scheduler_goes_on_bit_for_bit(scheduler: str, optimizer: str, tmp_path) -> None:
+@EVERY
+def test_every_scheduler_goes_on_bit_for_bit(
+    every: int, scheduler: str, optimizer: str, tmp_path
+) -> None:
     """Source: pytorch/pytorch#65342, open-mmlab/mmengine#1542, KempnerInstitute/KempnerForge#114"""
-    check_exact(make_scene(optimizer, scheduler), tmp_path)
+    check_exact(make_scene(optimizer, scheduler), tmp_path, every=every)
 
 
 VARIANTS = {
@@ -172,8 +188,9 @@ def split(parameters):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_of_an_optimizer_goes_on_bit_for_bit(name: str, tmp_path) -> None:
-    check_exact(training_scene(VARIANTS[name], SCHEDULERS["StepLR"][0]), tmp_path)
+@EVERY
+def test_every_variant_of_an_optimizer_goes_on_bit_for_bit(every: int, name: str, tmp_path) -> None:
+    check_exact(training_scene(VARIANTS[name], SCHEDULERS["StepLR"][0]), tmp_path, every=every)
 
 
 BODIES = {
@@ -202,12 +219,15 @@ BODIES = {
     # A fused step is called on an overflow too.
     [(name, False) for name in BODIES] + [(name, True) for name in BODIES if "scaler" in name],
 )
-def test_every_kind_of_body_goes_on_bit_for_bit(name: str, fused: bool, tmp_path) -> None:
+@EVERY
+def test_every_kind_of_body_goes_on_bit_for_bit(
+    every: int, name: str, fused: bool, tmp_path
+) -> None:
     """Source: huggingface/transformers#22143; mosaicml/composer#1376;
     ultralytics/ultralytics#22189.
     """
     scene = training_scene(lambda p: torch.optim.AdamW(p, lr=0.02, fused=fused), **BODIES[name])
-    check_exact(scene, tmp_path)
+    check_exact(scene, tmp_path, every=every)
 
 
 def gan_scene() -> Parts:
@@ -333,8 +353,9 @@ SCRIPTS = {
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_every_kind_of_script_goes_on_bit_for_bit(name: str, tmp_path) -> None:
-    check_exact(SCRIPTS[name], tmp_path)
+@EVERY
+def test_every_kind_of_script_goes_on_bit_for_bit(every: int, name: str, tmp_path) -> None:
+    check_exact(SCRIPTS[name], tmp_path, every=every)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
