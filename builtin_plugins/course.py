@@ -17,7 +17,7 @@ from builtin_plugins.data_pass import BlindPass, Pass, Repeat
 from builtin_plugins.loader import Loader
 from builtin_plugins.optimizer import Strangers
 from builtin_plugins.position import Position
-from hookbus.errors import LoopError
+from hookbus.errors import LoopError, UnattachedError
 
 logger = logging.getLogger("hookbus")
 
@@ -46,7 +46,7 @@ class Course:
         self._outer: weakref.ref[object] | None = None
         self._kind, self._limit = "", 0
         self._hook: Any = None
-        self._warned_of_every = False
+        self._warned_of_every = self._told_of_no_step = self._stepped_outside = False
 
     # -- what is saved -------------------------------------------------------------------------
 
@@ -163,6 +163,8 @@ class Course:
         self._end_pass()
         self._count(where="tail")
         self.get_bus().reach_safe_point(self._loop())
+        if not self.at.step:
+            self._tell_of_no_step()
 
     # -- batches -------------------------------------------------------------------------------
 
@@ -339,9 +341,25 @@ class Course:
             counts = any(each is optimizer for each in self.bus.components.values())
             if not counts:
                 self.strangers.note(optimizer)
+        self._stepped_outside |= bool(counts) and not self.in_body
         if counts and self.in_body and not self.stepped:
             self.stepped = True
             self.at.step += 1
+
+    def _tell_of_no_step(self) -> None:
+        """Say, once, why an epoch has passed and no step is counted: nothing is saved by steps."""
+        if self._told_of_no_step:
+            return
+        self._told_of_no_step = True
+        if self._stepped_outside:
+            logger.warning(
+                "an optimizer steps outside the bodies of loop.batches(), so no step is counted and"
+                " loop.every() is never true; iterate loop.batches(loader)"
+            )
+        try:
+            self.strangers.check(self.get_bus().components)
+        except UnattachedError as error:
+            logger.warning("no step is counted: %s", error)
 
     def release(self) -> None:
         """Let go of what belongs to the process."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
@@ -10,6 +12,8 @@ import attrs
 import hookbus
 from builtin_plugins.when import check_count
 from hookbus.errors import CallError
+
+logger = logging.getLogger("hookbus")
 
 Checkpoints = Sequence[hookbus.Checkpoint]
 
@@ -25,6 +29,12 @@ class Keep:
         if not isinstance(other, Keep):
             return NotImplemented
         return _AnyOf((self, other))
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Log a warning, once in this process."""
+    logger.warning(text)
 
 
 @attrs.frozen
@@ -70,6 +80,9 @@ class KeepBest(Keep):
         nan = float("nan")
         valued = [(each.metrics.get(self.metric, nan), each) for each in checkpoints]
         able = [(value, each) for value, each in valued if value == value]
+        names = {name for each in checkpoints for name in each.metrics}
+        if names and self.metric not in names:
+            _warn(f"KeepBest({self.metric!r}): no checkpoint has it; they have {sorted(names)}")
         sign = 1 if self.mode == "min" else -1
         return [each for _, each in sorted(able, key=lambda pair: sign * pair[0])][: self.count]
 

@@ -144,7 +144,7 @@ class Model:
                 f"strict=False), {resume.name!r}){suggest_rename(saved, live)}"
             )
         else:
-            resume.note(f"{text}; what fits is restored")
+            resume.note(f"{text}; what fits is restored, so not bit for bit", warn=True)
 
     @hookbus.hookimpl
     def restore_model(self, resume: hookbus.Resume) -> None:

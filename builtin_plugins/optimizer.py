@@ -114,7 +114,8 @@ class Optimizer:
                 )
             elif faults:
                 fitting = len(state.find_fitting(tree, self._names))
-                resume.note(f"{text}; {fitting} parameters take their state back, others are fresh")
+                told = f"{fitting} parameters take their state back, others are fresh"
+                resume.note(f"{text}; {told}, so not bit for bit", warn=True)
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:

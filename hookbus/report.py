@@ -96,11 +96,16 @@ class Report:
         section.seconds += seconds
         section.bytes += bytes
 
-    def note(self, text: str, name: str | None = None) -> None:
-        """Note something, under the name of a section if it concerns one; the same note once."""
+    def note(self, text: str, name: str | None = None) -> bool:
+        """Note something, under the name of a section if it concerns one; the same note once.
+
+        Returns whether it is new.
+        """
         line = text if name is None else f"{name}: {text}"
-        if line not in self.notes:
+        is_new = line not in self.notes
+        if is_new:
             self.notes.append(line)
+        return is_new
 
     def time(self, event: str, seconds: float) -> None:
         """Add the seconds that an event took."""

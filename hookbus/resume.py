@@ -158,9 +158,10 @@ class Resume:
             if change not in self.report.changes:
                 self.report.changes.append(change)
 
-    def note(self, text: str) -> None:
-        """Put a line about the plugin being called into the report."""
-        self.report.note(text, self.name)
+    def note(self, text: str, *, warn: bool = False) -> None:
+        """Put a line about the plugin being called into the report; with ``warn`` log it too."""
+        if self.report.note(text, self.name) and warn:
+            logger.warning("%s: %s", self.name, text)
 
     # -- for scripts ---------------------------------------------------------------------------
 

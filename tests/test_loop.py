@@ -952,3 +952,26 @@ def test_an_iterator_that_stands_half_way_is_warned_of_once(start, caplog) -> No
         "an iterator of a loader stands half-way and nobody saves where, so a resume would start"
         " it anew; hand out several loaders as one: loop.batches(zip(…))"
     )
+
+
+@pytest.mark.parametrize("mistake", ["the optimizer", "the batches"])
+def test_an_epoch_without_a_step_is_told_once_with_the_line_to_add(
+    mistake: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=2)
+    loop = Loop()
+    with hookbus.HookBus() as bus:
+        bus.attach(model=model, data=loader, loop=loop)
+        if mistake == "the batches":
+            bus.attach(optimizer=optimizer)
+        bus.resume(tmp_path)
+        for _ in loop.epochs(3):
+            for (x,) in loader if mistake == "the batches" else loop.batches(loader):
+                model(x).sum().backward()
+                optimizer.step()
+    told = [text for text in caplog.messages if "no step is counted" in text]
+    assert len(told) == 1
+    line = "bus.attach(optimizer" if mistake == "the optimizer" else "iterate loop.batches(loader)"
+    assert line in told[0]

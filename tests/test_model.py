@@ -274,7 +274,9 @@ def test_every_difference_is_told_at_once_and_nothing_is_changed(tmp_path: Path)
     assert read_bits(live) == before
 
 
-def test_without_strict_what_fits_is_loaded_and_the_rest_is_noted(tmp_path: Path) -> None:
+def test_without_strict_what_fits_is_loaded_and_the_rest_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     saved, live = build(0), build(1)
     live[2] = nn.Linear(3, 5)
     head = read_bits(live[2])
@@ -285,8 +287,9 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_is_noted(tmp_path: Path
     assert (
         "model: checkpoint and run differ in 2 places: "
         "2.weight saved [2, 3] float32, run has [5, 3] float32; "
-        "2.bias saved [2] float32, run has [5] float32; what fits is restored"
+        "2.bias saved [2] float32, run has [5] float32; what fits is restored, so not bit for bit"
     ) in notes
+    assert [text for text in caplog.messages if "so not bit for bit" in text] == notes.splitlines()
 
 
 def test_rename_takes_names_and_their_beginnings(tmp_path: Path) -> None:

@@ -222,6 +222,14 @@ def test_the_best_are_kept_beside_the_newest(keep: Any, steps: list[int], tmp_pa
     assert list_steps(tmp_path) == steps
 
 
+def test_a_metric_that_no_checkpoint_has_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_losses(tmp_path, [3.0, 2.0, 1.0], KeepBest("los"))
+    told = [text for text in caplog.messages if text.startswith("KeepBest")]
+    assert told == ["KeepBest('los'): no checkpoint has it; they have ['loss']"]
+
+
 def test_the_best_of_all_starts_are_kept(tmp_path: Path) -> None:
     """Source: Lightning-AI/pytorch-lightning#4911."""
     save_losses(tmp_path, [5.0, 4.0, 6.0, 3.0, 7.0], KeepBest("loss", 3))

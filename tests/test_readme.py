@@ -115,9 +115,7 @@ def test_the_files_named_are_the_files_written_and_the_error_is_as_printed(tmp_p
 
 
 def test_the_policy_of_the_readme_saves_and_keeps(tmp_path) -> None:
-    code = read_block("python", "bus.register(SavePolicy(").replace(
-        "EverySteps(500)", "EverySteps(5)"
-    )
+    code = read_block("python", "bus.register(SavePolicy(").replace("Steps(500)", "Steps(5)")
     model, loop = torch.nn.Linear(2, 1), Loop()
     optimizer = torch.optim.SGD(model.parameters())
     with hookbus.HookBus() as bus:
