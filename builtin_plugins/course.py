@@ -15,8 +15,8 @@ import hookbus
 from builtin_plugins.adoption import Adopted
 from builtin_plugins.data_pass import BlindPass, Pass, Repeat
 from builtin_plugins.loader import Loader
-from builtin_plugins.optimizer import Strangers
 from builtin_plugins.position import Position
+from builtin_plugins.strangers import Strangers
 from hookbus.errors import LoopError, UnattachedError
 
 logger = logging.getLogger("hookbus")

@@ -10,7 +10,7 @@ from typing import Literal
 import attrs
 
 import hookbus
-from builtin_plugins.when import check_count
+from builtin_plugins.rules import check_count, spell
 from hookbus.errors import CallError
 
 logger = logging.getLogger("hookbus")
@@ -41,11 +41,7 @@ def _warn(text: str) -> None:
 class KeepLast(Keep):
     """Keep the newest ``count``."""
 
-    count: int = attrs.field()
-
-    @count.validator
-    def _check(self, attribute: object, value: object) -> None:
-        check_count(f"KeepLast({value!r})", value)
+    count: int = attrs.field(validator=check_count)
 
     def choose(self, checkpoints: Checkpoints) -> Checkpoints:
         return checkpoints[-self.count :]
@@ -59,17 +55,13 @@ class KeepBest(Keep):
     """
 
     metric: str = attrs.field()
-    count: int = attrs.field(default=1)
+    count: int = attrs.field(default=1, validator=check_count)
     mode: Literal["min", "max"] = attrs.field(default="min", kw_only=True)
-
-    @count.validator
-    def _check(self, attribute: object, value: object) -> None:
-        check_count(f"KeepBest({self.metric!r}, {value!r})", value)
 
     @metric.validator
     def _check_metric(self, attribute: object, value: object) -> None:
         if not isinstance(value, str):
-            raise CallError(f"pass the name of a metric, not KeepBest({value!r})")
+            raise CallError(f"pass the name of a metric, not {spell(self)}")
 
     @mode.validator
     def _check_mode(self, attribute: object, value: object) -> None:
@@ -77,25 +69,17 @@ class KeepBest(Keep):
             raise CallError(f"pass mode='min' or 'max', not {value!r}")
 
     def choose(self, checkpoints: Checkpoints) -> Checkpoints:
-        nan = float("nan")
-        valued = [(each.metrics.get(self.metric, nan), each) for each in checkpoints]
-        able = [(value, each) for value, each in valued if value == value]
         names = {name for each in checkpoints for name in each.metrics}
         if names and self.metric not in names:
             _warn(f"KeepBest({self.metric!r}): no checkpoint has it; they have {sorted(names)}")
-        sign = 1 if self.mode == "min" else -1
-        return [each for _, each in sorted(able, key=lambda pair: sign * pair[0])][: self.count]
+        return hookbus.rank(checkpoints, self.metric, self.mode)[: self.count]
 
 
 @attrs.frozen(kw_only=True)
 class KeepEvery(Keep):
     """Keep the first checkpoint at or after each multiple of ``steps``."""
 
-    steps: int = attrs.field()
-
-    @steps.validator
-    def _check(self, attribute: object, value: object) -> None:
-        check_count(f"KeepEvery(steps={value!r})", value)
+    steps: int = attrs.field(validator=check_count)
 
     def choose(self, checkpoints: Checkpoints) -> Checkpoints:
         first: dict[int, hookbus.Checkpoint] = {}

@@ -126,6 +126,11 @@ class Loop:
     # -- what the bus asks ---------------------------------------------------------------------
 
     @property
+    def component(self) -> Loop:
+        """Itself: it is on the bus by this, attached or registered."""
+        return self
+
+    @property
     def running(self) -> bool:
         return self._course.running
 

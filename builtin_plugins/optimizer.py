@@ -5,26 +5,21 @@ The gradients that go on mattering are saved with them.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
-import torch
 from torch.nn.parameter import is_lazy
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hookbus
-from builtin_plugins.gradients import is_in_run
 from builtin_plugins.module_state import describe_lazy
 from builtin_plugins.names import describe_faults, list_some, parameter_names, rename
 from builtin_plugins.optimizer_state import (
     OptimizerState,
     describe_shape,
-    find_inside,
     is_optimizer,
 )
+from builtin_plugins.strangers import Strangers, list_members
 from hookbus.errors import UnattachedError
 
 
@@ -52,7 +47,7 @@ class Optimizer:
     after = ("precision",)
 
     def __attrs_post_init__(self) -> None:
-        self._states = [OptimizerState(each) for each in _list_members(self.component)]
+        self._states = [OptimizerState(each) for each in list_members(self.component)]
 
     @hookbus.hookimpl
     def resume_start(self, resume: hookbus.Resume) -> None:
@@ -195,120 +190,36 @@ class Optimizer:
         ]
 
 
-class Strangers:
-    """Optimizers that stepped, of which some may be looked after by nobody.
+class Optimizers:
+    """Looks after optimizers that are attached, and misses those that step and are not.
 
-    They are held weakly: one that is gone by the time of a save was for the moment only, and a
-    resume does not need its state.
+    Where a loop is on the bus, that sees to it: it knows which steps are the run's.
     """
 
     def __init__(self) -> None:
-        # By id, since an optimizer may not be hashable.
-        self._stepped: weakref.WeakValueDictionary[int, torch.optim.Optimizer] = (
-            weakref.WeakValueDictionary()
-        )
+        self._strangers: Strangers | None = None
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        self._stepped[id(optimizer)] = optimizer
+    @hookbus.hookimpl
+    def plugin_for(self, name: str, component: object) -> Optimizer | None:
+        members = list_members(component)
+        return Optimizer(component) if members and all(map(is_optimizer, members)) else None
 
-    def listen(self) -> None:
-        """Note whatever steps in this process, as long as this is alive."""
-        stepped = self._stepped
+    @hookbus.hookimpl
+    def resume_end(self, resume: hookbus.Resume) -> None:
+        self._strangers = None
+        if resume.stage == "fit" and not _has_loop(resume.components):
+            self._strangers = Strangers()
+            self._strangers.listen()
 
-        def note_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            stepped[id(optimizer)] = optimizer
+    @hookbus.hookimpl
+    def check_attached(self, components: Mapping[str, object]) -> None:
+        if self._strangers is not None and not _has_loop(components):
+            self._strangers.check(components)
 
-        weakref.finalize(self, register_optimizer_step_post_hook(note_step).remove)
-
-    def check(self, components: Mapping[str, object]) -> None:
-        """Refuse a save that would lose the state of one of them.
-
-        Raises:
-            UnattachedError: one is alive and is on no open bus.
-        """
-        lost = self._find_lost(components)
-        if lost:
-            del lost
-            gc.collect()  # it may be garbage that waits to be collected
-            lost = self._find_lost(components)
-        if lost:
-            names = parameter_names(components)
-            what = "; ".join(_describe(each, names) for each in lost)
-            del lost  # the traceback would keep it alive, and a notebook keeps that
-            raise UnattachedError(
-                f"an optimizer steps and is not on the bus, so its state would be lost: {what}; "
-                "add bus.attach(optimizer=…), and attach the module that holds its parameters too; "
-                "if it was for the moment only, let go of it before the save: del optimizer"
-            )
-
-    def _find_lost(self, components: Mapping[str, object]) -> list[torch.optim.Optimizer]:
-        attached = {id(optimizer) for optimizer in list_optimizers(components)}
-        return [
-            each
-            for each in self._stepped.values()
-            if id(each) not in attached
-            and not any(map(is_in_run, list_optimizers({"": each})))  # on another bus
-        ]
-
-
-# What stepped in runs without a loop, by the resume that began each: a bus lets go of that when
-# it closes or is resumed again.
-_strangers: weakref.WeakKeyDictionary[hookbus.Resume, Strangers] = weakref.WeakKeyDictionary()
-
-
-@hookbus.hookimpl
-def resume_end(resume: hookbus.Resume) -> None:
-    if resume.stage == "fit" and not _has_loop(resume.components):
-        strangers = _strangers[resume] = Strangers()
-        strangers.listen()
-
-
-@hookbus.hookimpl
-def check_attached(components: Mapping[str, object]) -> None:
-    """Refuse a save while an optimizer that nobody attached steps; a loop sees to that itself."""
-    if _has_loop(components):
-        return
-    for resume, strangers in reversed([*_strangers.items()]):
-        if _is_same(resume.components, components):
-            strangers.check(components)
-            return
-
-
-@hookbus.hookimpl
-def plugin_for(name: str, component: object) -> Optimizer | None:
-    members = _list_members(component)
-    return Optimizer(component) if members and all(map(is_optimizer, members)) else None
-
-
-def list_optimizers(components: Mapping[str, object]) -> list[torch.optim.Optimizer]:
-    """List the torch optimizers among ``components``, with those inside wrappers."""
-    found = []
-    for component in components.values():
-        members = _list_members(component)
-        for member in members if all(map(is_optimizer, members)) else ():
-            optimizer = member
-            while optimizer is not None:
-                if isinstance(optimizer, torch.optim.Optimizer):
-                    found.append(optimizer)
-                optimizer = find_inside(optimizer)
-    return found
-
-
-def _list_members(component: Any) -> list[Any]:
-    return list(component) if isinstance(component, list | tuple) else [component]
+    @hookbus.hookimpl
+    def bus_close(self) -> None:
+        self._strangers = None
 
 
 def _has_loop(components: Mapping[str, object]) -> bool:
     return any(getattr(each, "kind", None) == "loop" for each in components.values())
-
-
-def _is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
-    """Whether two buses, or one at two times, have the same components."""
-    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
-
-
-def _describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> str:
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    known = [names[id(p)] for p in parameters if id(p) in names]
-    what = list_some(known) if known else "parameters that belong to nothing attached"
-    return f"{type(optimizer).__qualname__} of {what}"

@@ -11,12 +11,10 @@ import sys
 import threading
 import time
 import types
-import weakref
 from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import hookbus
-from builtin_plugins.save_policy import find_loop
 from hookbus.errors import CallError, SaveError
 
 logger = logging.getLogger("hookbus")
@@ -32,8 +30,11 @@ class Preemption:
     So 143 for SIGTERM and 138 for SIGUSR1; ``on_interrupt`` does the same for Ctrl-C, with 130. A
     second signal ends the process at once. Signals are heeded from the end of the resume until the
     bus closes, in this process only; then the former handlers are back. One that comes after the
-    last safe point is handed to them. Have SIGTERM sent to the training process alone, and not to
-    its group: a loader's workers end on it, and training breaks without them.
+    last safe point is handed to them. ``caught`` is the one that came, if any, for code that takes
+    long and has no safe point of its own.
+
+    Have SIGTERM sent to the training process alone, and not to its group: a loader's workers end on
+    it, and training breaks without them.
 
     ``grace`` is how many seconds are left after the signal: a WARNING says when that is less than
     the longest way to a safe point and the save have taken.
@@ -58,29 +59,23 @@ class Preemption:
             dict.fromkeys([*map(int, signals), *([signal.SIGINT] if on_interrupt else [])])
         )
         self._grace = grace
-        self._bus: weakref.ref[hookbus.HookBus] | None = None
+        self._bus: hookbus.HookBus | None = None
         self._process = 0
         self._active = False
         self._former: dict[int, Former] = {}
-        self._caught: int | None = None
+        self.caught: int | None = None
         self._passed_at = 0.0
         self._longest_way = 0.0
         self._warned = False
 
-    @property
-    def caught(self) -> int | None:
-        """The signal that came, if any: leave long code that has no safe point of its own."""
-        return self._caught
-
     @hookbus.hookimpl
     def bus_open(self, bus: hookbus.HookBus) -> None:
-        self._bus = weakref.ref(bus)
+        self._bus = bus
         if bus.resumed:
             self._begin()
 
     @hookbus.hookimpl
     def resume_start(self, resume: hookbus.Resume) -> None:
-        self._end()  # a signal while the run is restored is no business of ours
         if resume.stage == "fit" and threading.current_thread() is not threading.main_thread():
             raise CallError(
                 "signals can only be heeded in the main thread; resume there, or leave Preemption"
@@ -91,23 +86,25 @@ class Preemption:
     def resume_end(self, resume: hookbus.Resume) -> None:
         if resume.stage == "fit":
             self._begin()
+        else:
+            self._leave()
 
     @hookbus.hookimpl(trylast=True)
     def safe_point(self, loop: Any) -> None:
         now = time.monotonic()
         self._longest_way = max(self._longest_way, now - self._passed_at)
         self._passed_at = now
-        if self._caught is None or self._bus is None or (bus := self._bus()) is None:
+        if self.caught is None or self._bus is None:
             return
-        number, name = self._caught, _name(self._caught)
+        number, name = self.caught, _name(self.caught)
         # Written here and now, with whatever else was asked for in this body. That one behind
         # training has failed was told, and keeps nobody from saving.
         with contextlib.suppress(SaveError):
-            bus.wait()
-        bus.save(why=name)
-        bus.write_asked()
+            self._bus.wait()
+        self._bus.save(why=name)
+        self._bus.write_asked()
         logger.warning("%s: step %d is saved, and the run ends here", name, loop.step)
-        self._caught = None
+        self.caught = None
         sys.exit(128 + number)
 
     @hookbus.hookimpl
@@ -120,22 +117,29 @@ class Preemption:
 
     @hookbus.hookimpl
     def bus_close(self) -> None:
-        caught = self._caught
-        self._end()
-        if caught is None or os.getpid() != self._process:
-            return
-        if sys.exception() is None:
-            os.kill(os.getpid(), caught)  # too late for a safe point: as if it came now
-        else:  # the error is to be seen, and mostly ends the process by itself
-            logger.warning("%s came and was not heeded, since the run broke", _name(caught))
+        self._bus = None
+        self._leave()
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        bus = self._bus() if self._bus is not None else None
-        if bus is None or self._active:
+    def _leave(self) -> None:
+        """Heed no more signals, and hand on the one that came too late for a safe point."""
+        caught, self.caught, self._active = self.caught, None, False
+        if threading.current_thread() is threading.main_thread():
+            for number, former in self._former.items():
+                if signal.getsignal(number) == self._heed:
+                    signal.signal(number, signal.SIG_DFL if former is None else former)
+        if caught is None or os.getpid() != self._process:
             return
-        if find_loop(bus) is None:
+        if sys.exception() is None:
+            os.kill(os.getpid(), caught)  # as if it came now
+        else:  # the error is to be seen, and mostly ends the process by itself
+            logger.warning("%s came and was not heeded, since the run broke", _name(caught))
+
+    def _begin(self) -> None:
+        if self._bus is None or self._active:
+            return
+        if self._bus.loop is None:
             logger.warning(
                 "Preemption: there is no loop on the bus, so no safe point comes and signals are"
                 " not heeded"
@@ -145,22 +149,15 @@ class Preemption:
         for number in self._signals:
             self._former[number] = signal.signal(number, self._heed)
 
-    def _end(self) -> None:
-        self._active, self._caught = False, None
-        if threading.current_thread() is threading.main_thread():
-            for number, former in self._former.items():
-                if signal.getsignal(number) == self._heed:
-                    signal.signal(number, signal.SIG_DFL if former is None else former)
-
     def _heed(self, number: int, frame: types.FrameType | None) -> None:
         forked = os.getpid() != self._process
         if forked and number not in (signal.SIGTERM, signal.SIGINT):
             return  # sent to all processes of the job, as some schedulers do
-        if forked or not self._active or self._caught is not None:
+        if forked or not self._active or self.caught is not None:
             # A forked child's own affair; or it comes too late; or it is the second one.
             self._hand_on(number, frame)
             return
-        self._caught = number
+        self.caught = number
         with contextlib.suppress(OSError):  # not through buffers, which may be in use right now
             os.write(2, f"hookbus: {_name(number)}: saving at the next safe point\n".encode())
 

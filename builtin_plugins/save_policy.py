@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import math
 import time
-import weakref
 from typing import Any
 
 import hookbus
 from builtin_plugins.keep import Keep
-from builtin_plugins.loop import Loop
 from builtin_plugins.when import Moment, When
 from hookbus.errors import CallError, HookbusError
 
@@ -35,7 +33,7 @@ class SavePolicy:
         if keep is not None and not isinstance(keep, Keep):
             raise CallError(f"keep={keep!r}: pass a rule such as KeepLast(3)")
         self.when, self.keep, self.wait = when, keep, wait
-        self._bus: weakref.ref[hookbus.HookBus] | None = None
+        self._bus: hookbus.HookBus | None = None
         self._checkpoints: list[hookbus.Checkpoint] = []
         self._step_before = 0
         self._saved_at = time.monotonic()
@@ -50,7 +48,11 @@ class SavePolicy:
                 "two policies keep checkpoints on this bus, and each would delete the other's; give"
                 " one of them keep=A | B"
             )
-        self._bus = weakref.ref(bus)
+        self._bus = bus
+
+    @hookbus.hookimpl
+    def bus_close(self) -> None:
+        self._bus = None
 
     @hookbus.hookimpl
     def resume_end(self, resume: hookbus.Resume) -> None:
@@ -61,8 +63,7 @@ class SavePolicy:
         self._blocked = self._writing = None
         if self.when is None:
             return
-        bus = self._bus() if self._bus is not None else None
-        loop = find_loop(bus) if bus is not None else None
+        loop = self._bus.loop if self._bus is not None else None
         if loop is None:
             logger.warning("SavePolicy(when=%s): there is no loop on the bus to save by", self.when)
         else:
@@ -74,7 +75,7 @@ class SavePolicy:
 
     @hookbus.hookimpl
     def safe_point(self, loop: Any) -> None:
-        if self.when is None or self._bus is None or (bus := self._bus()) is None:
+        if self.when is None or self._bus is None:
             return
         moment = Moment(
             step=loop.step,
@@ -82,13 +83,13 @@ class SavePolicy:
             epoch=loop.epoch,
             epoch_ended=loop.position["where"] == "tail",
             seconds=time.monotonic() - self._saved_at,
-            saving=bus.saving,
+            saving=self._bus.saving,
             blocked=self._blocked,
             writing=self._writing,
         )
         self._step_before = loop.step
         if reasons := self.when.list_due(moment):
-            bus.save(wait=self.wait, why=", ".join(reasons))
+            self._bus.save(wait=self.wait, why=", ".join(reasons))
 
     @hookbus.hookimpl
     def save_start(self, save: hookbus.Save) -> None:
@@ -101,14 +102,14 @@ class SavePolicy:
         self._note_cost(checkpoint.blocked, checkpoint.seconds, time.monotonic() - started)
 
     def _delete_others(self, checkpoint: hookbus.Checkpoint) -> None:
-        if self.keep is None or self._bus is None or (bus := self._bus()) is None:
+        if self.keep is None or self._bus is None:
             return
         ours = [each for each in self._checkpoints if each.run_id == checkpoint.run_id]
         self._checkpoints = [*ours, checkpoint]
         kept = {each.path for each in (*self.keep.choose(self._checkpoints), checkpoint)}
         for each in [each for each in self._checkpoints if each.path not in kept]:
             try:
-                bus.delete(each, why="no rule keeps it")
+                self._bus.delete(each, why="no rule keeps it")
             except HookbusError as error:  # it is tried again after the next save
                 logger.warning("%s is not deleted: %s", each.path, error)
         self._checkpoints = [each for each in self._checkpoints if each.path.exists()]
@@ -124,10 +125,3 @@ class SavePolicy:
             return
         if math.isfinite(blocked + seconds) and self.wait == (blocked >= seconds):
             self._blocked, self._writing = blocked + more, seconds
-
-
-def find_loop(bus: hookbus.HookBus) -> Any:
-    """Return what counts on a bus, also if its plugin is blocked; else ``None``."""
-    plugins = [each.plugin for each in bus.plugins if each.kind == "loop"]
-    loops = [each for each in (*plugins, *bus.components.values()) if isinstance(each, Loop)]
-    return next(iter(loops), None)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import gc
 import inspect
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 import hookbus
-from builtin_plugins.optimizer import list_optimizers
 from builtin_plugins.optimizer_state import is_same, set_option
 from builtin_plugins.search import find_instances
+from builtin_plugins.strangers import list_members, list_optimizers
 from hookbus.errors import UnattachedError
 
 # What schedulers keep in the parameter groups, so that one works with a fresh optimizer too.
@@ -23,9 +21,6 @@ _IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", 
 # Arguments whose attributes change from step to step, or are schedulers themselves.
 _NOT_SETTINGS = ("last_epoch", "lr_lambda", "schedulers")
 _METHODS = ("step", "get_last_lr", "state_dict", "load_state_dict")
-
-# How many saves of each attached optimizer there were since its run was resumed.
-_saves: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
 @attrs.define(eq=False)
@@ -43,13 +38,13 @@ class Scheduler:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        save.write([_collect(each) for each in _list_members(self.component)])
+        save.write([_collect(each) for each in list_members(self.component)])
 
     @hookbus.hookimpl
     def check_state(self, resume: hookbus.Resume) -> None:
         if not resume.set_up:
             return
-        saved, schedulers = resume.metadata().state, _list_members(self.component)
+        saved, schedulers = resume.metadata().state, list_members(self.component)
         skip = f"pass skip=({resume.name!r},) to start fresh"
         if len(saved) != len(schedulers):
             resume.problem(f"saved with {len(saved)} schedulers, run has {len(schedulers)}; {skip}")
@@ -65,7 +60,7 @@ class Scheduler:
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
-        for saved, scheduler in zip(resume.read(), _list_members(self.component), strict=True):
+        for saved, scheduler in zip(resume.read(), list_members(self.component), strict=True):
             for setting, was, now in _list_changes(_unwrap(scheduler), saved["state"]):
                 resume.change(setting, was, now, then="keep")
             scheduler.load_state_dict(saved["state"])
@@ -93,10 +88,6 @@ def _drop_functions(state: Any) -> Any:
     return {key: _drop_functions(value) for key, value in kept.items()}
 
 
-def _list_members(component: Any) -> list[Any]:
-    return list(component) if isinstance(component, list | tuple) else [component]
-
-
 def _unwrap(scheduler: Any) -> Any:
     """Return torch's scheduler inside a wrapper, or ``None`` for what is no scheduler."""
     if isinstance(scheduler, LRScheduler):
@@ -107,7 +98,7 @@ def _unwrap(scheduler: Any) -> Any:
 
 
 def _is_ours(component: Any) -> bool:
-    members = _list_members(component)
+    members = list_members(component)
     return bool(members) and all(_unwrap(each) is not None for each in members)
 
 
@@ -142,34 +133,40 @@ def _list_changes(
         yield from _list_changes(inside, state)
 
 
-@hookbus.hookimpl
-def plugin_for(name: str, component: object) -> Scheduler | None:
-    return Scheduler(component) if _is_ours(component) else None
+class Schedulers:
+    """Looks after schedulers that are attached, and misses those of attached optimizers."""
+
+    def __init__(self) -> None:
+        self._saves = 0
+
+    @hookbus.hookimpl
+    def plugin_for(self, name: str, component: object) -> Scheduler | None:
+        return Scheduler(component) if _is_ours(component) else None
+
+    @hookbus.hookimpl
+    def resume_start(self, resume: hookbus.Resume) -> None:
+        self._saves = 0
+
+    @hookbus.hookimpl
+    def check_attached(self, components: Mapping[str, object]) -> None:
+        """Refuse a save while a scheduler of an attached optimizer is attached to nothing.
+
+        Schedulers leave no trace that would be cheap to look at, so this goes through every object
+        of the process, which takes some 40 ms: at the first save, the second, fourth, eighth and
+        so on.
+        """
+        self._saves += 1
+        if self._saves.bit_count() == 1:
+            _check_schedulers(components)
 
 
-@hookbus.hookimpl
-def resume_start(resume: hookbus.Resume) -> None:
-    for optimizer in list_optimizers(resume.components):
-        _saves.pop(optimizer, None)
-
-
-@hookbus.hookimpl
-def check_attached(components: Mapping[str, object]) -> None:
-    """Refuse a save while a scheduler of an attached optimizer is attached to nothing.
-
-    Schedulers leave no trace that would be cheap to look at, so this goes through every object of
-    the process, which takes some 40 ms: at the first save, the second, fourth, eighth and so on.
-    """
+def _check_schedulers(components: Mapping[str, object]) -> None:
     optimizers = list_optimizers(components)
-    for optimizer in optimizers:
-        _saves[optimizer] = _saves.get(optimizer, 0) + 1
-    if not any(_saves[optimizer].bit_count() == 1 for optimizer in optimizers):
-        return
     attached = {
         id(scheduler)
         for component in components.values()
         if _is_ours(component)
-        for member in _list_members(component)
+        for member in list_members(component)
         for scheduler in _walk(member)
     }
     ours = {id(optimizer) for optimizer in optimizers}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import attrs
 
+from builtin_plugins.rules import check_count, check_positive, spell
 from hookbus.errors import CallError
 
 
@@ -47,11 +48,7 @@ class When:
 class EverySteps(When):
     """Save right after each multiple of ``steps``."""
 
-    steps: int = attrs.field()
-
-    @steps.validator
-    def _check(self, attribute: object, value: object) -> None:
-        check_count(f"EverySteps({value!r})", value)
+    steps: int = attrs.field(validator=check_count)
 
     def is_due(self, moment: Moment) -> bool:
         return moment.step // self.steps > moment.step_before // self.steps
@@ -64,11 +61,7 @@ class EverySteps(When):
 class EverySeconds(When):
     """Save at the first safe point ``seconds`` after the last save, whoever asked for that."""
 
-    seconds: float = attrs.field()
-
-    @seconds.validator
-    def _check(self, attribute: object, value: object) -> None:
-        check_positive(f"EverySeconds({value!r})", value)
+    seconds: float = attrs.field(validator=check_positive)
 
     def is_due(self, moment: Moment) -> bool:
         return moment.seconds >= self.seconds
@@ -81,11 +74,7 @@ class EverySeconds(When):
 class EveryEpochs(When):
     """Save at the end of the own code of each ``epochs``-th epoch, so after its validation."""
 
-    epochs: int = attrs.field(default=1)
-
-    @epochs.validator
-    def _check(self, attribute: object, value: object) -> None:
-        check_count(f"EveryEpochs({value!r})", value)
+    epochs: int = attrs.field(default=1, validator=check_count)
 
     def is_due(self, moment: Moment) -> bool:
         return moment.epoch_ended and (moment.epoch + 1) % self.epochs == 0
@@ -103,15 +92,12 @@ class OverheadTarget(When):
     have been written.
     """
 
-    share: float = attrs.field()
+    share: float = attrs.field(validator=check_positive)
 
     @share.validator
-    def _check(self, attribute: object, value: object) -> None:
-        check_positive(f"OverheadTarget({value!r})", value)
+    def _check_share(self, attribute: object, value: object) -> None:
         if self.share >= 1:
-            raise CallError(
-                f"pass a share of the time, such as 0.02, not OverheadTarget({value!r})"
-            )
+            raise CallError(f"pass a share of the time, such as 0.02, not {spell(self)}")
 
     def is_due(self, moment: Moment) -> bool:
         if moment.blocked is None or moment.writing is None:
@@ -134,24 +120,3 @@ class _AnyOf(When):
 
     def __str__(self) -> str:
         return " or ".join(map(str, self.rules))
-
-
-def check_count(what: str, value: object) -> None:
-    """Refuse what is no whole number from 1 up.
-
-    Raises:
-        CallError: it is something else.
-    """
-    if type(value) is not int or value < 1:
-        raise CallError(f"pass a whole number from 1 up, not {what}")
-
-
-def check_positive(what: str, value: object) -> None:
-    """Refuse what is no number above 0.
-
-    Raises:
-        CallError: it is something else.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):  # type: ignore[operator]
-        raise CallError(f"pass a number above 0, not {what}")

@@ -17,6 +17,7 @@ from hookbus.checkpoint import (
     best,
     checkpoints,
     history,
+    rank,
 )
 from hookbus.checkpoint import open_checkpoint as open
 
@@ -81,4 +82,5 @@ __all__ = [
     "hookimpl",
     "hookspec",
     "open",
+    "rank",
 ]

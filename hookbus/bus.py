@@ -54,7 +54,7 @@ class HookBus:
         self._loop: Pace | None = None
         self._saver: Saver | None = None
         self._lock: RunLock | None = None
-        self._closed = self._rolls_back = False
+        self._closed = False
         self._plugins = Plugins(self, load_plugins=load_plugins, block=block)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -90,6 +90,11 @@ class HookBus:
     def blocked(self) -> frozenset[str]:
         """The names of plugins and distributions that are left out."""
         return self._plugins.blocked
+
+    @property
+    def loop(self) -> Pace | None:
+        """The loop that the bus keeps pace with, also where its plugin is blocked."""
+        return self._loop
 
     @property
     def resumed(self) -> bool:
@@ -333,9 +338,8 @@ class HookBus:
             raise BusError("this bus was closed; make a new one")
         request = Request.make(options)
         path = check_run(run)
-        self._rolls_back = self._saver is not None and self._saver.writer.run == path
-        if self._saver is not None:
-            self._saver.finish()
+        again = self._saver is not None and self._saver.writer.run == path
+        self.wait()
         for each in EVENTS:
             self.order(each)  # a circle in the order of saving is said now, and not at a save
         if request.stage == "fit":
@@ -361,6 +365,7 @@ class HookBus:
             may_grow=by_script or bool(request.setup or request.configure_sharded),
             blocked=self.blocked,
             damaged=choice.damaged,
+            again=again,
         )
         self._saver = None
         self._plugins.resume = resume
@@ -395,7 +400,7 @@ class HookBus:
             writer.note_start(resume)
             self._saver = Saver(writer, self._lock, self._loop)
             warn_at_exit(self, self._saver.asked)
-        say(describe_start(resume, again=self._rolls_back))
+        say(describe_start(resume))
         if checkpoint is not None:
             checkpoint.close()
 

@@ -82,7 +82,9 @@ def choose(run: Path, request: Request) -> Choice:
     if request.step is not None:
         return Choice(_choose_step(run, request, found), fresh=False)
     if found and request.may_fall_back:
-        choice = _open_newest(run, found)
+        # Where the newest cannot say whose it is, it is that of the run that was started last.
+        run_id = found[-1].run_id or _read_run_id(run)
+        choice = _open_newest(_list_own(found, run_id))
         _warn_of_strangers(choice, found)
         return choice
     if found:
@@ -104,8 +106,7 @@ def choose_older(than: Path) -> Choice:
     """
     found = _look_into(than.parent)
     position = [each.folder for each in found].index(than)
-    own = [each for each in found[:position] if each.run_id in (None, found[position].run_id)]
-    return _open_newest(than.parent, own)
+    return _open_newest(_list_own(found[:position], found[position].run_id))
 
 
 def find_way_out(checkpoint: Path, wanted: Collection[str] | None = None) -> str:
@@ -156,12 +157,14 @@ def _look_into(run: Path) -> list[_Found]:
     return sorted(found, key=lambda each: (each.step, each.serial, each.folder.name))
 
 
-def _open_newest(run: Path, found: Sequence[_Found]) -> Choice:
-    """Open the newest that can be; behind a damaged one, only of the run that was started last."""
+def _list_own(found: Sequence[_Found], run_id: str | None) -> list[_Found]:
+    """Return those of a run, and those that cannot say whose they are; all if it is not known."""
+    return [each for each in found if run_id is None or each.run_id in (None, run_id)]
+
+
+def _open_newest(found: Sequence[_Found]) -> Choice:
     damaged: dict[Path, CorruptCheckpointError] = {}
     for each in reversed(found):
-        if damaged and each.run_id is not None and each.run_id != _read_run_id(run, each.run_id):
-            continue
         try:
             return Choice(open_checkpoint(each.folder), fresh=False, damaged=damaged)
         except CorruptCheckpointError as error:
@@ -174,12 +177,12 @@ def _open_newest(run: Path, found: Sequence[_Found]) -> Choice:
     )
 
 
-def _read_run_id(run: Path, default: str) -> str:
-    """Return the id of the run that was started last in a run directory."""
+def _read_run_id(run: Path) -> str | None:
+    """Return the id of the run that was started last in a run directory, if its history tells."""
     with contextlib.suppress(CheckpointError):
         starts = [each for each in history(run) if each["event"] == "start"]
-        return str(starts[-1].get("run_id", default)) if starts else default
-    return default
+        return starts[-1].get("run_id") if starts else None
+    return None
 
 
 def _warn_of_strangers(choice: Choice, found: Sequence[_Found]) -> None:

@@ -52,6 +52,7 @@ class Resume:
     _may_grow: bool = attrs.field(repr=False, alias="may_grow")
     _blocked: frozenset[str] = attrs.field(repr=False, alias="blocked")
     damaged: Mapping[Path, HookbusError] = attrs.field(factory=dict, repr=False)
+    again: bool = attrs.field(default=False, repr=False)  # this bus was in the run by then
     sequence: Sequence = attrs.field(factory=Sequence, repr=False, init=False)
     _asking: list[Registered] = attrs.field(factory=list, repr=False, init=False)
     _problems: list[HookbusError] = attrs.field(factory=list, repr=False, init=False)

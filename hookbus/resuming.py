@@ -56,14 +56,14 @@ def abandon(resume: Resume, where: str) -> None:
         resume.checkpoint.close()
 
 
-def describe_start(resume: Resume, *, again: bool) -> str:
-    """Return the one line that says where the run goes on; ``again``: this bus was in it."""
+def describe_start(resume: Resume) -> str:
+    """Return the one line that says where the run goes on."""
     run = resume.run
     if run.is_relative_to(Path.cwd()):
         run = run.relative_to(Path.cwd())
     if resume.checkpoint is None:
         start = f"{run} holds no checkpoint yet: a fresh start"
-        return start + (", with the values that components have by now" if again else "")
+        return start + (", with the values that components have by now" if resume.again else "")
     if resume.fresh:
         return f"{run} holds no checkpoint yet: a warm start from {resume.checkpoint.path}"
     if resume.stage != "fit":

@@ -23,7 +23,7 @@ from hookbus.checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
-from hookbus.errors import SaveError, WriteError
+from hookbus.errors import SaveError
 from hookbus.logs import logger
 from hookbus.registration import Registered
 from hookbus.resume import Resume
@@ -60,6 +60,22 @@ class RunWriter:
         if self._background is not None:
             return self._background.step
         return self.last.step if self.last is not None else -1
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a child of the process that writes."""
+        return os.getpid() != self._process
+
+    def check_process(self) -> None:
+        """Refuse to write in a forked child.
+
+        Raises:
+            SaveError: this is one.
+        """
+        if self.is_forked:
+            raise SaveError(
+                f"this process was forked from {self._process}, which saves; save there only"
+            )
 
     @property
     def saving(self) -> bool:
@@ -137,7 +153,7 @@ class RunWriter:
             SaveError: it failed.
         """
         background = self._background
-        if background is None or not background.done or os.getpid() != self._process:
+        if background is None or not background.done or self.is_forked:
             return
         self._background = None
         checkpoint = background.collect()
@@ -146,18 +162,18 @@ class RunWriter:
 
     def finish(self) -> None:
         """Wait for the save behind training, if any, and take it in."""
-        if self._background is not None and os.getpid() == self._process:
+        if self._background is not None and not self.is_forked:
             self._background.wait()
             self.collect_done()
 
     def wait_out(self) -> None:
         """Wait for the save behind training, if any; the bus goes, and nothing is fired."""
-        if self._background is not None and os.getpid() == self._process:
+        if self._background is not None and not self.is_forked:
             self._background.wait()
 
     def when_done(self, then: Callable[[], None]) -> None:
         """Call ``then`` once nothing is written any more; at once, if so."""
-        if self._background is not None and os.getpid() == self._process:
+        if self._background is not None and not self.is_forked:
             self._background.when_done(then)
         else:
             then()
@@ -194,12 +210,13 @@ class RunWriter:
         self._verified = newest
         remove_checkpoint(path)
         logger.info("%s is deleted: %s", path, why)
-        self._append("delete", checkpoint=path.name, step=found.step, why=why)
+        append_record(self.run, "delete", checkpoint=path.name, step=found.step, why=why)
 
     def note_start(self, resume: Resume) -> None:
         """Write into the history how the run starts this time."""
         how = "resumed" if not resume.fresh else "warm" if resume.checkpoint else "fresh"
-        self._append(
+        append_record(
+            self.run,
             "start",
             how=how,
             step=resume.step,
@@ -240,7 +257,8 @@ class RunWriter:
         seconds = time.perf_counter() - started
         checkpoint.seconds = seconds
         checkpoint.blocked = seconds if blocked is None else blocked
-        self._append(
+        append_record(
+            self.run,
             "save",
             checkpoint=checkpoint.path.name,
             step=checkpoint.step,
@@ -252,12 +270,6 @@ class RunWriter:
             metrics={name: _show_number(n) for name, n in checkpoint.metrics.items()},
         )
         return checkpoint
-
-    def _append(self, event: str, **values: Any) -> None:
-        try:
-            append_record(self.run, event, **values)
-        except (WriteError, ValueError) as error:  # what it tells of has happened all the same
-            logger.warning("the history of %s is not written: %s", self.run, error)
 
     def _end_save(self, checkpoint: Checkpoint) -> None:
         self.last = checkpoint

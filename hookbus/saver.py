@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -55,7 +54,6 @@ class Saver:
     pace: Pace | None = None
     asked: Asked = attrs.field(init=False)
     _saved_position: Mapping[str, Any] | None = attrs.field(default=None, init=False)
-    _process: int = attrs.field(factory=os.getpid, init=False)
     _thread: int = attrs.field(factory=threading.get_ident, init=False)
     _handled: BaseException | None = attrs.field(factory=sys.exception, init=False)
 
@@ -92,8 +90,8 @@ class Saver:
         What this process was forked from writes it, and not its child.
         """
         wanted = self.asked.wanted
-        if wanted is not None and self.pace is not None and os.getpid() == self._process:
-            self._check_lock()
+        if wanted is not None and self.pace is not None and not self.writer.is_forked:
+            check_right(self.lock)
             self._write(self.pace.step, wanted)
 
     def write_last(self) -> None:
@@ -127,8 +125,8 @@ class Saver:
             self.writer.finish()
 
     def delete(self, checkpoint: Checkpoint, why: str) -> None:
-        self._check_process()
-        self._check_lock()
+        self.writer.check_process()
+        check_right(self.lock)
         self.writer.delete(checkpoint, why)
 
     # -- inside --------------------------------------------------------------------------------
@@ -179,7 +177,7 @@ class Saver:
             SaveError: in a forked child, another thread, while an exception is handled, or when a
                 newer bus has taken the run over.
         """
-        self._check_process()
+        self.writer.check_process()
         if threading.get_ident() != self._thread:
             raise SaveError("save() was called from another thread than resume(); call it there")
         if (handled := self._find_exception()) is not None:
@@ -187,21 +185,12 @@ class Saver:
                 f"save() was called while {type(handled).__name__} is being handled, so the batch"
                 " in hand may be half done; the last checkpoint is whole"
             )
-        self._check_lock()
+        check_right(self.lock)
 
     def _find_exception(self) -> BaseException | None:
         """Return what is being handled now and was not when the run began."""
         handled = sys.exception()
         return None if handled is self._handled else handled
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._process:
-            raise SaveError(
-                f"this process was forked from {self._process}, which saves; save there only"
-            )
-
-    def _check_lock(self) -> None:
-        check_right(self.lock)
 
     def _check_step(self, step: int | None) -> int:
         newest = self.writer.newest_step

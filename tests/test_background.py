@@ -373,14 +373,16 @@ print("ended")
 
 @pytest.mark.parametrize("end", ["close", "exit"])
 @pytest.mark.parametrize("disk", ["full", "free"])
-def test_a_script_ends_well_only_if_its_last_save_did(end: str, disk: str, tmp_path: Path) -> None:
+def test_a_script_that_closes_ends_well_only_if_its_last_save_did(
+    end: str, disk: str, tmp_path: Path
+) -> None:
     child = [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path), disk, end]
     result = subprocess.run(child, capture_output=True, text=True, check=False)
     assert list_steps(tmp_path) == ([1] if disk == "full" else [1, 2])
     if disk == "full":
         assert "the save of step 2 failed: WriteError: [Errno 28] cannot create" in result.stderr
-    if end == "close":
-        assert (result.returncode != 0) == (disk == "full")
+    # Only `close` can still raise: at the end of the interpreter an error can but be logged.
+    assert (result.returncode != 0) == (disk == "full" and end == "close")
 
 
 # -- the laws -----------------------------------------------------------------------------------

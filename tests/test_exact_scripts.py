@@ -466,6 +466,23 @@ def test_a_script_that_sets_the_epoch_now_and_then_is_exact_or_told_to_attach(
     assert len(told) == (0 if attach else 1)
 
 
+def test_an_epoch_is_limited_by_islice_inside(tmp_path) -> None:
+    def build() -> Parts:
+        parts = data_scene()()
+        body = parts.body
+
+        def script(loop: Any, save: Save) -> None:
+            for epoch in loop.epochs(3):
+                for x in loop.batches(itertools.islice(parts.loader, 3)):
+                    body(loop.batch, x)
+                    save(("body", epoch, loop.batch))
+                save(("tail", epoch, 0))
+
+        return attrs.evolve(parts, script=script)
+
+    check_exact(build, tmp_path)
+
+
 class Starting(EagerGlobal):
     """Starts where its state says, once; ``ends_at`` is its state after a pass."""
 

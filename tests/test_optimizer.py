@@ -22,7 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import hookbus
 from builtin_plugins import Loop, Model, Optimizer
-from builtin_plugins.optimizer import plugin_for
+from builtin_plugins.optimizer import Optimizers
 from hookbus.errors import AttachError, ManyErrors, MismatchError, StateError, UnattachedError
 
 Build = Callable[[int], tuple[nn.Module, Any]]
@@ -1128,4 +1128,4 @@ def test_an_overridden_state_dict_keeps_what_it_adds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("component", [optim.Adam, [], [1], {}, object()])
 def test_other_things_are_not_claimed(component: object) -> None:
-    assert plugin_for(name="x", component=component) is None
+    assert Optimizers().plugin_for(name="x", component=component) is None

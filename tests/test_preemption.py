@@ -159,7 +159,9 @@ def test_a_forked_child_does_not_save(tmp_path: Path) -> None:
     assert hookbus.checkpoints(tmp_path) == []
 
 
-def test_an_error_after_the_signal_is_seen(tmp_path: Path) -> None:
+def test_an_error_after_the_signal_is_seen(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def resume() -> None:
         with make_bus(preemption=Preemption(), loop=Loop()) as bus:
             bus.resume(tmp_path)
@@ -168,6 +170,7 @@ def test_an_error_after_the_signal_is_seen(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="the cause"):
         resume()
+    assert "SIGTERM came and was not heeded, since the run broke" in caplog.messages
 
 
 def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alone(tmp_path: Path) -> None:
@@ -203,6 +206,18 @@ def test_outside_the_main_thread_it_is_refused(tmp_path: Path) -> None:
 def test_a_grace_that_is_too_short_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    class Slow:
+        """Makes each way to a safe point take a known time."""
+
+        kind = "slow"
+
+        @hookbus.hookimpl
+        def optimizer_stepped(self, optimizer: object) -> None:
+            threading.Event().wait(0.05)
+
+    train(tmp_path / "slow", Slow(), SavePolicy(when=EverySteps(1)), Preemption(grace=0.05))
+    assert [text for text in caplog.messages if text.startswith("grace=0.05 is too short")]
+    caplog.clear()
     train(tmp_path, SavePolicy(when=EverySteps(1)), Preemption(grace=1e-6))
     texts = [text for text in caplog.messages if text.startswith("grace=1e-06 is too short")]
     assert len(texts) == 1
@@ -283,6 +298,43 @@ def test_without_a_loop_no_signal_is_taken(
     assert "there is no loop on the bus" in caplog.text
 
 
+@pytest.mark.parametrize("way", ["attach", "register"])
+def test_a_loop_is_one_however_it_came_on_the_bus(way: str, tmp_path: Path) -> None:
+    loop = Loop()
+    with hookbus.HookBus() as bus:
+        bus.attach(loop=loop) if way == "attach" else bus.register(loop)
+        bus.register(Preemption(signals=(signal.SIGUSR2,)), "other")
+        assert bus.loop is bus.components["loop"] is loop
+        bus.unregister("other")
+        assert bus.loop is loop
+        bus.unregister("loop")
+        assert bus.loop is None
+        bus.resume(tmp_path)
+
+
+def test_a_signal_before_a_rollback_is_heeded_after_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = Loop()
+
+    def run() -> None:
+        with hookbus.HookBus() as bus:
+            bus.register(Preemption())
+            bus.attach(model=model, optimizer=optimizer, loop=loop)
+            bus.resume(tmp_path)
+            bus.save()
+            os.kill(os.getpid(), signal.SIGTERM)
+            bus.resume(tmp_path)
+            for _ in loop.steps(3):
+                model(torch.ones(2)).backward()
+                optimizer.step()
+
+    with pytest.raises(SystemExit) as ended:
+        run()
+    assert ended.value.code == 143
+    assert [each.step for each in hookbus.checkpoints(tmp_path)] == [0, 1]
+
+
 @pytest.mark.parametrize("leave", ["another stage", "unregister", "close"])
 def test_handlers_go_with_their_reason(leave: str, former: list[Any], tmp_path: Path) -> None:
     with make_bus(preemption=Preemption(), loop=Loop()) as bus:
@@ -307,7 +359,7 @@ def test_one_that_is_registered_late_heeds_signals_too(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGUSR2)
         assert preemption.caught == signal.SIGUSR2
         assert own == preemption._heed
-        preemption._caught = None
+        preemption.caught = None
 
 
 def test_a_handler_that_calls_the_one_before_is_handed_on_after_the_end(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import SWALR
 
 import hookbus
 from builtin_plugins import Loop, Optimizer
-from builtin_plugins.scheduler import plugin_for
+from builtin_plugins.scheduler import Schedulers
 from hookbus.errors import MismatchError, UnattachedError
 
 # torch itself steps the schedulers inside a SequentialLR before the optimizer
@@ -484,4 +484,4 @@ def test_a_scheduler_made_later_is_found_before_saves_have_doubled(
 
 @pytest.mark.parametrize("component", [schedulers.StepLR, [], [1], {}, object(), build_model()])
 def test_other_things_are_not_claimed(component: object) -> None:
-    assert plugin_for(name="x", component=component) is None
+    assert Schedulers().plugin_for(name="x", component=component) is None

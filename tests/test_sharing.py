@@ -169,6 +169,7 @@ def test_where_nothing_can_be_shared_it_is_written(
             first.close()
         second = bus.save(step=2)
     second.verify()
+    assert (second.path / "a.safetensors").stat().st_nlink == 1
 
 
 # -- frozen parameters --------------------------------------------------------------------------
@@ -178,6 +179,14 @@ def make_model() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 3))
     model[0].requires_grad_(False)
     return model
+
+
+def test_what_is_left_out_cannot_be_kept_apart() -> None:
+    with pytest.raises(hookbus.errors.CallError) as caught:
+        builtin_plugins.Model(make_model(), trainable_only=True, frozen_apart=True)
+    assert str(caught.value) == (
+        "frozen_apart keeps what trainable_only leaves out; pass one of them"
+    )
 
 
 def test_a_frozen_backbone_is_stored_once(tmp_path: Path) -> None:

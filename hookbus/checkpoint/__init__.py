@@ -30,6 +30,7 @@ from hookbus.checkpoint.run_directory import (
     best,
     checkpoints,
     make_run_directory,
+    rank,
     remove_checkpoint,
     set_aside,
     sweep,
@@ -45,6 +46,7 @@ else:
     def __getattr__(name):
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Not by a module's name, as the package does: in this room no text becomes an import.
         from hookbus.checkpoint import staging, tree, writer
 
         found = vars(staging) | vars(tree) | vars(writer)
@@ -78,6 +80,7 @@ __all__ = [
     "is_name",
     "make_run_directory",
     "open_checkpoint",
+    "rank",
     "read_folder_name",
     "remove_checkpoint",
     "set_aside",

@@ -12,6 +12,7 @@ from typing import Any
 
 from hookbus.checkpoint import files
 from hookbus.checkpoint.names import take_path
+from hookbus.errors import WriteError
 
 NAME = "run.jsonl"
 
@@ -23,13 +24,15 @@ os.register_at_fork(after_in_child=lambda: globals().update(_guard=threading.Loc
 def append_record(run: Path, event: str, **values: Any) -> None:
     """Add a line and bring it to the disk; ``values`` are plain.
 
-    Raises:
-        WriteError: the disk refused.
+    Where that fails there is a WARNING: what it tells of has happened all the same.
     """
     record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event}
-    line = json.dumps({**record, **values}, separators=(",", ":")).encode() + b"\n"
-    with _guard:
-        files.append_line(run / NAME, line)
+    try:
+        line = json.dumps({**record, **values}, separators=(",", ":")).encode() + b"\n"
+        with _guard:
+            files.append_line(run / NAME, line)
+    except (WriteError, ValueError) as error:
+        _logger.warning("the history of %s is not written: %s", run, error)
 
 
 def history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:

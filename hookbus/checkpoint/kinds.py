@@ -35,7 +35,7 @@ class Kind:
 _FACTORIES = {f.__name__: f for f in (int, float, str, list, dict, set, tuple)}
 
 
-def name_type(value: object) -> str:
+def spell_type(value: object) -> str:
     kind = type(value)
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
@@ -111,7 +111,7 @@ def _decode_scalar(payload: Any) -> object:
 def _encode_moment(value: Any, walk: Walk) -> list[Any]:
     zone = value.tzinfo
     if zone is not None and type(zone) is not timezone:
-        raise StateError(f"a {type(value).__name__} with a {name_type(zone)}, not a timezone")
+        raise StateError(f"a {type(value).__name__} with a {spell_type(zone)}, not a timezone")
     kept = zone and [_encode_delta(zone.utcoffset(None), walk), zone.tzname(None)]
     return [value.replace(tzinfo=None).isoformat(), value.fold, kept]
 

@@ -15,7 +15,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
-from hookbus.checkpoint.kinds import name_type, read_dtype
+from hookbus.checkpoint.kinds import read_dtype, spell_type
 from hookbus.checkpoint.nodes import QUANTIZED
 from hookbus.checkpoint.tensors import dtype_name, find_overlaps, find_problem, view_key
 from hookbus.errors import StateError
@@ -105,7 +105,7 @@ def encode_tensor(tensor: torch.Tensor, path: KeyPath | None, store: Store) -> N
         StateError: it cannot be stored.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise StateError(f"{name_type(tensor)}, a subclass of torch.Tensor")
+        raise StateError(f"{spell_type(tensor)}, a subclass of torch.Tensor")
     tag = "$tensor" if type(tensor) is torch.Tensor else "$parameter"
     grad = tensor.requires_grad and tensor.is_leaf
     return {tag: [_encode_form(tensor.detach(), path, store), grad]}

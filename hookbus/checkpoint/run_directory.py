@@ -1,4 +1,4 @@
-"""The run directory: what is listed, what is swept."""
+"""The run directory: what is listed, deleted, set aside and swept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hookbus.checkpoint import files
@@ -66,11 +66,19 @@ def best(run: str | os.PathLike[str], metric: str, mode: str = "min") -> Checkpo
         raise CallError(f"metric={metric!r}: pass the name of a metric")
     if mode not in ("min", "max"):
         raise CallError(f"mode={mode!r}: pass 'min' or 'max'")
+    return next(iter(rank(checkpoints(run), metric, mode)), None)
+
+
+def rank(found: Iterable[Checkpoint], metric: str, mode: str) -> list[Checkpoint]:
+    """Return those that have a metric, the best first; of equal ones, the one given first.
+
+    Those without the metric, or with nan, are left out.
+    """
     nan = float("nan")  # unequal to itself, and math.isnan would overflow at a large int
-    valued = [(each.metrics.get(metric, nan), each) for each in checkpoints(run)]
+    valued = [(each.metrics.get(metric, nan), each) for each in found]
     able = [(value, each) for value, each in valued if value == value]
-    choose = min if mode == "min" else max
-    return choose(able, key=lambda pair: pair[0], default=(nan, None))[1]
+    able.sort(key=lambda pair: pair[0], reverse=mode == "max")
+    return [each for _, each in able]
 
 
 def sweep(run: Path) -> list[Path]:

@@ -23,7 +23,7 @@ PIECE = 4 * 2**20  # bytes hashed, read or written at a time: still in the cache
 
 
 @attrs.frozen
-class Storage:
+class StoredAs:
     """How a dtype is stored: bytes an element, its name in the file, and axes to add at the end."""
 
     itemsize: int
@@ -34,28 +34,28 @@ class Storage:
 # By the names that torch gives them. The last four travel as the bytes of another dtype, since
 # safetensors stores them wrongly.
 STORED = {
-    "float64": Storage(8, "F64"),
-    "float32": Storage(4, "F32"),
-    "float16": Storage(2, "F16"),
-    "bfloat16": Storage(2, "BF16"),
-    "float8_e4m3fn": Storage(1, "F8_E4M3"),
-    "float8_e4m3fnuz": Storage(1, "F8_E4M3FNUZ"),
-    "float8_e5m2": Storage(1, "F8_E5M2"),
-    "float8_e5m2fnuz": Storage(1, "F8_E5M2FNUZ"),
-    "complex64": Storage(8, "C64"),
-    "int64": Storage(8, "I64"),
-    "int32": Storage(4, "I32"),
-    "int16": Storage(2, "I16"),
-    "int8": Storage(1, "I8"),
-    "uint64": Storage(8, "U64"),
-    "uint32": Storage(4, "U32"),
-    "uint16": Storage(2, "U16"),
-    "uint8": Storage(1, "U8"),
-    "bool": Storage(1, "BOOL"),
-    "complex128": Storage(16, "F64", (2,)),
-    "complex32": Storage(4, "F16", (2,)),
-    "float8_e8m0fnu": Storage(1, "U8"),
-    "float4_e2m1fn_x2": Storage(1, "U8"),
+    "float64": StoredAs(8, "F64"),
+    "float32": StoredAs(4, "F32"),
+    "float16": StoredAs(2, "F16"),
+    "bfloat16": StoredAs(2, "BF16"),
+    "float8_e4m3fn": StoredAs(1, "F8_E4M3"),
+    "float8_e4m3fnuz": StoredAs(1, "F8_E4M3FNUZ"),
+    "float8_e5m2": StoredAs(1, "F8_E5M2"),
+    "float8_e5m2fnuz": StoredAs(1, "F8_E5M2FNUZ"),
+    "complex64": StoredAs(8, "C64"),
+    "int64": StoredAs(8, "I64"),
+    "int32": StoredAs(4, "I32"),
+    "int16": StoredAs(2, "I16"),
+    "int8": StoredAs(1, "I8"),
+    "uint64": StoredAs(8, "U64"),
+    "uint32": StoredAs(4, "U32"),
+    "uint16": StoredAs(2, "U16"),
+    "uint8": StoredAs(1, "U8"),
+    "bool": StoredAs(1, "BOOL"),
+    "complex128": StoredAs(16, "F64", (2,)),
+    "complex32": StoredAs(4, "F16", (2,)),
+    "float8_e8m0fnu": StoredAs(1, "U8"),
+    "float4_e2m1fn_x2": StoredAs(1, "U8"),
 }
 
 

@@ -17,7 +17,7 @@ import attrs
 import numpy
 import torch
 
-from hookbus.checkpoint.kinds import BY_TYPE, encode_scalar, name_type
+from hookbus.checkpoint.kinds import BY_TYPE, encode_scalar, spell_type
 from hookbus.checkpoint.leaves import (
     LONG,
     KeyPath,
@@ -131,7 +131,7 @@ class _Encoder:
         if isinstance(value, numpy.generic) and kind is value.dtype.type:
             return {"$scalar": encode_scalar(value)}
         if kind not in _BY_TYPE:
-            raise StateError(name_type(value))
+            raise StateError(spell_type(value))
 
         def walk(child: object, *steps: object, key: bool = key) -> Any:
             return self.encode(child, (path, steps[0]) if steps else path, key=key)
