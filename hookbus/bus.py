@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import time
 import types
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 from hookbus.asked import Wanted, check_word, warn_at_exit
 from hookbus.background import wait_for_writers
@@ -31,7 +30,7 @@ from hookbus.resuming import fire as fire_restore_event
 from hookbus.run_writer import RunWriter
 from hookbus.saver import Pace, Saver, check_right
 from hookbus.sequence import RESUME_EVENTS
-from hookbus.transfer import Transfer
+from hookbus.transfer import watched
 
 
 class HookBus:
@@ -167,7 +166,9 @@ class HookBus:
                 f"{event}: this resume is over, or another bus's; pass what this bus's last"
                 " bus.prepare(run) returned"
             )
-        result = fire_restore_event(event, resume, arguments, self._plugins, self._watch)
+        result = fire_restore_event(
+            event, resume, arguments, self._plugins, functools.partial(watched, self.fire)
+        )
         if event == "resume_end":
             self._begin_run(resume)
         return result
@@ -394,7 +395,7 @@ class HookBus:
                 entries=lambda: self._plugins.entries,
                 components=self.components,
                 fire=self._fire_by_name,
-                watch=self._watch,
+                watch=functools.partial(watched, self.fire),
                 check_right=functools.partial(check_right, self._lock),
             )
             writer.note_start(resume)
@@ -406,29 +407,6 @@ class HookBus:
 
     def _fire_by_name(self, event: str, **arguments: object) -> Any:
         return self.fire(event, arguments)
-
-    @contextlib.contextmanager
-    def _watch(
-        self, what: Literal["writing", "verifying"], path: Path, step: int, total: int
-    ) -> Iterator[Callable[[int], None]]:
-        """Fire `bytes_moved` at the start, as bytes go by, and at the end."""
-        transfer = Transfer(what, path, step, total)
-        started = time.perf_counter()
-
-        def on_bytes(count: int) -> None:
-            transfer.done += count
-            transfer.seconds = time.perf_counter() - started
-            self.fire("bytes_moved", {"transfer": transfer})
-
-        on_bytes(0)
-        try:
-            yield on_bytes
-        except BaseException:
-            transfer.failed = True
-            raise
-        finally:
-            transfer.ended = True  # whoever shows a bar takes it away
-            on_bytes(0)
 
     def _get_saver(self) -> Saver:
         if self._closed:

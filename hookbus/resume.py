@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,14 +16,13 @@ from hookbus.errors import (
     CallError,
     HookbusError,
     MismatchError,
-    MissingSectionError,
     ResumeError,
-    UnclaimedSectionError,
     raise_all,
 )
+from hookbus.fates import Fates
 from hookbus.logs import logger
-from hookbus.registration import BY_HAND, Registered, describe
-from hookbus.report import Change, Report, Status
+from hookbus.registration import Registered
+from hookbus.report import Change, Report
 from hookbus.request import Request, Shard, Stage, matches
 from hookbus.sequence import RESTORE_EVENTS, Sequence
 
@@ -227,47 +226,22 @@ class Resume:
             return False
         if event not in (*RESTORE_EVENTS, "check_state"):
             return True
-        if self.checkpoint is None or not self._concerns(entry):
+        if self.checkpoint is None or not self.fates.concerns(entry):
             return False
-        if entry.has_section and self._judge(entry.name) != "restored":
+        if entry.has_section and self.fates.judge(entry.name) != "restored":
             return False
-        done = entry.name in self._read or self._is_another_kind(entry)
+        done = entry.name in self._read or self.fates.is_another_kind(entry)
         return event != "check_state" or not done
 
     def collect_problems(self, *, last: bool) -> None:
         """Note sections and plugins that do not find each other; ``last``: nobody else comes."""
-        assert self.checkpoint is not None
-        entries = {entry.name: entry for entry in self._entries() if entry.has_section}
-        for name, entry in entries.items():
-            is_missing = self._concerns(entry) and self._judge(name) == "missing"
-            if is_missing and not matches(name, self.request.missing_ok):
-                self._problems.append(self._describe_missing(entry))
-            if self._concerns(entry) and self._is_another_kind(entry):
-                self._problems.append(self._describe_kinds(entry))
-            if entry.kind == "loop":
-                self._check_progress(entry)
-        for name, section in self.checkpoint.sections.items():
-            due = last or (section.kind in _MODEL_KINDS and self.set_up)
-            asked = matches(name, self._list_asked()) and not self._is_left_out(name)
-            if due and asked and name not in entries:
-                who = describe(section.plugin, section.distribution, section.distribution_version)
-                self._problems.append(
-                    UnclaimedSectionError(
-                        f"the checkpoint has a section {name!r}, written by {who}, and nobody on"
-                        f" the bus restores it; attach it, or pass skip=({name!r},)"
-                    )
-                )
+        self._problems += self.fates.list_problems(
+            lambda section: last or (section.kind in _MODEL_KINDS and self.set_up)
+        )
 
     def list_wanted(self) -> list[str]:
         """Return the sections that this resume may read, which are verified first."""
-        assert self.checkpoint is not None
-        here = {entry.name for entry in self._entries()}
-        everything = self._may_grow or self.stage == "fit"
-        return [
-            name
-            for name in self.checkpoint.sections
-            if self._judge(name) == "restored" and (everything or name in here)
-        ]
+        return self.fates.list_wanted(may_grow=self._may_grow)
 
     def check_patterns(self) -> None:
         """Refuse `only` and `init_only` that match nothing.
@@ -275,9 +249,9 @@ class Resume:
         Raises:
             CallError: each such pattern, and what there is.
         """
-        argument = "init_only" if self._is_warm_start else "only"
-        patterns = self.request.init_only if self._is_warm_start else self.request.only or ()
-        unmatched = self._list_unmatched(argument, patterns)
+        fates = self.fates
+        argument = "init_only" if fates.is_warm_start else "only"
+        unmatched = fates.list_unmatched(argument, getattr(self.request, argument) or ())
         raise_all("nothing was changed", [CallError(text) for text in unmatched])
 
     def raise_problems(self, when: str) -> None:
@@ -305,10 +279,10 @@ class Resume:
         """Say what became of each section of the checkpoint and of each plugin that saves."""
         entries = {entry.name: entry for entry in self._entries() if entry.has_section}
         for name, entry in entries.items():
-            status = self._judge(name)
+            status = self.fates.judge(name)
             if status == "restored" and name not in self._read:
                 status = "fresh"
-                if self._concerns(entry):
+                if self.fates.concerns(entry):
                     logger.warning("%s has a section and did not read it", entry)
             self.report.add(
                 name, entry.kind or "", type(entry.plugin).__qualname__, entry.distribution, status
@@ -319,111 +293,36 @@ class Resume:
                 self.report.set_status(name, status, event=event, seconds=seconds, bytes=size)
         for name, section in self.checkpoint.sections.items() if self.checkpoint else ():
             if name not in entries:
-                status = "skipped" if self._is_left_out(name) else "unclaimed"
+                status = "skipped" if self.fates.is_left_out(name) else "unclaimed"
                 self.report.add(name, section.kind, section.plugin, section.distribution, status)
-                if self._is_blocked(name) and not matches(name, self.request.skip):
+                if self.fates.is_blocked(name) and not matches(name, self.request.skip):
                     self.report.note("left alone, since its plugin is blocked", name)
                     logger.warning("section %r is left alone, since its plugin is blocked", name)
         for argument in ("skip", "missing_ok") if self.checkpoint else ():
-            for text in self._list_unmatched(argument, getattr(self.request, argument)):
-                self.report.note(text)
-                logger.warning(text)
+            for text in self.fates.list_unmatched(argument, getattr(self.request, argument)):
+                self.tell(text)
+
+    def tell(self, text: str) -> None:
+        """Put a line about the resume as a whole into the report, and log it."""
+        self.report.note(text)
+        logger.warning(text)
+
+    @property
+    def fates(self) -> Fates:
+        """What becomes of each section, as things stand now."""
+        return Fates(
+            self.checkpoint,
+            self.fresh,
+            self.request,
+            self._entries(),
+            self.components,
+            self._blocked,
+        )
 
     @property
     def grown_up(self) -> bool:
         """Whether every component that will ever come must be there by now."""
         return not self._may_grow or "configure_sharded" in self.sequence.fired
-
-    @property
-    def _is_warm_start(self) -> bool:
-        return self.fresh and self.checkpoint is not None
-
-    def _concerns(self, entry: Registered) -> bool:
-        """Whether this stage restores what a plugin saves."""
-        return self.stage == "fit" or "restore_model" in entry.events
-
-    def _list_asked(self) -> AbstractSequence[str]:
-        """Return patterns of the sections that were asked for, so that somebody must be there."""
-        if self._is_warm_start:
-            return self.request.init_only
-        return ("*",) if self.stage == "fit" else self.request.only or ()
-
-    def _is_blocked(self, name: str) -> bool:
-        """Whether a section is of a plugin that is blocked, or of what such a one looked after."""
-        assert self.checkpoint is not None
-        section = self.checkpoint.sections[name]
-        looked_after = {each.name for each in self._entries() if each.origin == BY_HAND}
-        alone = name in self.components and name not in looked_after
-        return alone or bool(self._blocked & {name, section.distribution})
-
-    def _is_left_out(self, name: str) -> bool:
-        return matches(name, self.request.skip) or self._is_blocked(name)
-
-    def _list_unmatched(self, argument: str, patterns: Iterable[str]) -> list[str]:
-        assert self.checkpoint is not None
-        names = {*self.checkpoint.sections, *(entry.name for entry in self._entries())}
-        if argument != "missing_ok":
-            names.update(self.request.missing_ok)
-        return [
-            f"{argument}=({pattern!r},) matches none of {', '.join(sorted(names))}"
-            for pattern in patterns
-            if not any(matches(name, (pattern,)) for name in names)
-        ]
-
-    def _judge(self, name: str) -> Status:
-        """Return what becomes of a section: restored, skipped, missing, fresh or empty."""
-        checkpoint = self.checkpoint
-        if checkpoint is None:
-            return "fresh"
-        if self._is_warm_start and not matches(name, self.request.init_only):
-            return "fresh"
-        if self.request.only is not None and not matches(name, self.request.only):
-            return "fresh"
-        if matches(name, self.request.skip):
-            return "skipped"
-        if name not in checkpoint.sections:
-            return "missing"
-        return "empty" if checkpoint.sections[name].empty else "restored"
-
-    def _is_another_kind(self, entry: Registered) -> bool:
-        """Whether a section that is to be restored was saved for another kind of thing."""
-        if (
-            self.checkpoint is None
-            or not entry.has_section
-            or self._judge(entry.name) != "restored"
-        ):
-            return False
-        return self.checkpoint.sections[entry.name].kind != (entry.kind or "")
-
-    def _describe_kinds(self, entry: Registered) -> HookbusError:
-        assert self.checkpoint is not None
-        section = self.checkpoint.sections[entry.name]
-        return MismatchError(
-            f"section {entry.name!r} was saved by {section.plugin}, of kind {section.kind!r}, and"
-            f" the run has {type(entry.plugin).__qualname__}, of kind {entry.kind or ''!r}; attach"
-            f" the same sort of thing, or pass skip=({entry.name!r},)"
-        )
-
-    def _check_progress(self, entry: Registered) -> None:
-        """Refuse a loop that would begin at step 0 in a run whose newest checkpoint is further."""
-        assert self.checkpoint is not None
-        is_this_run = self.stage == "fit" and not self.fresh
-        if is_this_run and self.checkpoint.step and self._judge(entry.name) != "restored":
-            self._problems.append(
-                ResumeError(
-                    f"without section {entry.name!r} the loop would begin at step 0, below the"
-                    f" newest checkpoint, step {self.checkpoint.step}, and what it saves would"
-                    " never be taken; start a run of its own:"
-                    f" resume(NEW, init_from={str(self.checkpoint.path)!r}, init_only=(…))"
-                )
-            )
-
-    def _describe_missing(self, entry: Registered) -> HookbusError:
-        assert self.checkpoint is not None
-        return MissingSectionError(
-            f"{entry} is on the bus and {self.checkpoint.path} has no section {entry.name!r};"
-            f" pass missing_ok=({entry.name!r},) to start it fresh"
-        )
 
     def _who(self) -> Registered:
         if not self._asking:
@@ -434,6 +333,6 @@ class Resume:
         who = self._who()
         if self.checkpoint is None or (self.sequence.ended and self.event is None):
             raise ResumeError(f"{who}: there is no checkpoint to read from")
-        if self._judge(who.name) != "restored":
-            raise ResumeError(f"{who}: its section is {self._judge(who.name)} in this resume")
+        if self.fates.judge(who.name) != "restored":
+            raise ResumeError(f"{who}: its section is {self.fates.judge(who.name)} in this resume")
         return self.checkpoint, who.name

@@ -201,8 +201,7 @@ def _put_in_place(resume: Resume, plugins: Plugins, heard: Answers) -> None:
 def _note_changes(resume: Resume, checkpoint: Checkpoint) -> None:
     if LEFT_NOTE in checkpoint.notes:
         text = f"{checkpoint.path}: {LEFT_NOTE}; what stands after it in the body is not run again"
-        resume.report.note(text)
-        logger.warning(text)
+        resume.tell(text)
     if resume.stage != "fit" or resume.fresh:
         return
     for saved, now in (

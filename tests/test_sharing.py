@@ -208,31 +208,30 @@ def test_a_frozen_backbone_is_stored_once(tmp_path: Path) -> None:
     assert records[1]["written"] < records[1]["bytes"] / 9
 
 
+def resume_model(model: nn.Module, run: Path, *, apart: bool) -> hookbus.HookBus:
+    bus = hookbus.HookBus()
+    bus.register(builtin_plugins.Model(model, frozen_apart=apart), "model")
+    bus.resume(run)
+    return bus
+
+
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("after", [True, False])
 def test_both_ways_to_store_it_read_each_other(before: bool, after: bool, tmp_path: Path) -> None:
     saved, live = make_model(), make_model()
-    with hookbus.HookBus() as bus:
-        bus.register(builtin_plugins.Model(saved, frozen_apart=before), "model")
-        bus.resume(tmp_path)
+    with resume_model(saved, tmp_path, apart=before) as bus:
         bus.save(step=1)
-    with hookbus.HookBus() as bus:
-        bus.register(builtin_plugins.Model(live, frozen_apart=after), "model")
-        bus.resume(tmp_path)
+    resume_model(live, tmp_path, apart=after).close()
     assert to_bits(live.state_dict()) == to_bits(saved.state_dict())
 
 
 def test_a_frozen_layer_of_another_shape_is_named(tmp_path: Path) -> None:
     saved, live = make_model(), make_model()
     live[0] = nn.Linear(200, 201).requires_grad_(False)
-    with hookbus.HookBus() as bus:
-        bus.register(builtin_plugins.Model(saved, frozen_apart=True), "model")
-        bus.resume(tmp_path)
+    with resume_model(saved, tmp_path, apart=True) as bus:
         bus.save(step=1)
-    with hookbus.HookBus() as bus:
-        bus.register(builtin_plugins.Model(live, frozen_apart=True), "model")
-        with pytest.raises(hookbus.errors.MismatchError, match=r"0\.weight saved \[200, 200\]"):
-            bus.resume(tmp_path)
+    with pytest.raises(hookbus.errors.MismatchError, match=r"0\.weight saved \[200, 200\]"):
+        resume_model(live, tmp_path, apart=True)
 
 
 def test_damage_is_not_handed_on_while_the_right_bytes_are_here(tmp_path: Path) -> None:
