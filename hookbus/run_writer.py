@@ -264,7 +264,7 @@ class RunWriter:
             step=checkpoint.step,
             blocked=round(checkpoint.blocked, 4),
             seconds=round(seconds, 4),
-            bytes=sum(section.bytes for section in checkpoint.sections.values()),
+            bytes=checkpoint.bytes,
             written=checkpoint.written,
             why=checkpoint.why,
             metrics={name: _show_number(n) for name, n in checkpoint.metrics.items()},

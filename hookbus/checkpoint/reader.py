@@ -123,6 +123,11 @@ class Checkpoint:
         self._seal = seal
         self._manifest: Manifest | None = manifest
 
+    @property
+    def bytes(self) -> int:
+        """The size of all tensors."""
+        return sum(section.bytes for section in self.sections.values())
+
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} of step {self.step}>"
 
@@ -229,12 +234,14 @@ class Checkpoint:
         return damage
 
     def list_files(self) -> dict[tuple[str, str | None], SectionFile]:
-        """Return the file of each part that has one, by section and part."""
-        if self._manifest is None:
-            self._manifest = self._load_manifest()
+        """Return the file of each part that has one, by section and part.
+
+        Raises:
+            CorruptCheckpointError, CheckpointNotFoundError: the manifest, if it was let go of.
+        """
         return {
             (name, part): (self.path / info.file.name, info.file, info)
-            for name, section in self._manifest.sections.items()
+            for name, section in self._get_manifest().sections.items()
             for part, info in section.parts.items()
             if info.file is not None
         }
@@ -272,12 +279,11 @@ class Checkpoint:
             raise FormatError(f"{self.path / NAME}: section {who!r}: {error}") from error
 
     def _find_section(self, name: str) -> SectionManifest:
-        if self._manifest is None:
-            self._manifest = self._load_manifest()
-        if name not in self._manifest.sections:
-            there = ", ".join(self._manifest.sections) or "none"
+        sections = self._get_manifest().sections
+        if name not in sections:
+            there = ", ".join(sections) or "none"
             raise MissingSectionError(f"{self.path} has no section {name!r}; it has {there}")
-        return self._manifest.sections[name]
+        return sections[name]
 
     def _find_part(self, section: str, part: str | None) -> PartInfo:
         parts = self._find_section(section).parts
@@ -288,6 +294,12 @@ class Checkpoint:
                 f"section {section!r} of {self.path} has {what}; it has {there}"
             )
         return parts[part]
+
+    def _get_manifest(self) -> Manifest:
+        manifest = self._manifest  # which another thread may let go of
+        if manifest is None:
+            self._manifest = manifest = self._load_manifest()
+        return manifest
 
     def _load_manifest(self) -> Manifest:
         data, manifest = read_manifest(self.path)

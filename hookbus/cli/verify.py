@@ -44,9 +44,7 @@ class _Verdict:
 
     @property
     def bytes(self) -> int | None:
-        if self.checkpoint is None:
-            return None
-        return sum(section.bytes for section in self.checkpoint.sections.values())
+        return None if self.checkpoint is None else self.checkpoint.bytes
 
     @property
     def state(self) -> str:
