@@ -23,10 +23,12 @@ from hookbus.checkpoint.manifest import (
     PartInfo,
     SectionManifest,
     read_manifest,
+    read_rank_list,
     rebuild_plain,
 )
 from hookbus.checkpoint.names import folders, part_name, take_path
 from hookbus.checkpoint.nodes import describe_leaf, rebuild
+from hookbus.checkpoint.rank_lists import name_list
 from hookbus.checkpoint.tensor_file import TensorFile, open_tensors
 from hookbus.checkpoint.tensor_info import TensorInfo
 from hookbus.errors import (
@@ -87,10 +89,13 @@ class Checkpoint:
     the bus that wrote it knows ``seconds``, from the call of ``save`` to the commit, ``blocked``,
     those of them in which training stood still, and ``written``, the bytes of tensors that the
     checkpoint before did not have.
+
+    Of what each of ``world_size`` processes has of its own, that of ``rank`` is read.
     """
 
     def __init__(self, path: Path, manifest: Manifest, seal: bytes) -> None:
         self.path = path
+        self.rank = 0
         self.step = manifest.step
         self.serial = manifest.serial
         self.created: datetime = manifest.created
@@ -115,13 +120,19 @@ class Checkpoint:
                     section.distribution,
                     section.distribution_version,
                     tuple(section.parts),
-                    sum(info.bytes for p in section.parts.values() for info in p.tensors.values()),
+                    sum(part.bytes for part in section.parts.values()),
                 )
                 for name, section in manifest.sections.items()
             }
         )
         self._seal = seal
         self._manifest: Manifest | None = manifest
+        self._of_ranks: dict[tuple[str, str | None, int], PartInfo] = {}
+
+    @property
+    def seal(self) -> str:
+        """The hash of its manifest: two checkpoints with the same one are the same."""
+        return self._seal.hex()
 
     @property
     def bytes(self) -> int:
@@ -198,17 +209,19 @@ class Checkpoint:
         *,
         hashes: bool = True,
         on_bytes: Callable[[int], None] | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         """Check that every byte of the checkpoint, or of some sections, is what was written.
 
         Without ``hashes`` the data of the tensors is not read: the manifest, headers and sizes
-        are. ``on_bytes`` is told the number of bytes of tensors as they are read.
+        are. ``on_bytes`` is told the number of bytes of tensors as they are read. ``share`` is
+        which of how many equal shares of the files to look at.
 
         Raises:
             CorruptCheckpointError: something is not; all of it is named.
             MissingSectionError: there is no such section.
         """
-        if damage := self.list_damage(sections, hashes=hashes, on_bytes=on_bytes):
+        if damage := self.list_damage(sections, hashes=hashes, on_bytes=on_bytes, share=share):
             raise CorruptCheckpointError("; ".join(each.text for each in damage))
 
     def list_damage(
@@ -217,6 +230,7 @@ class Checkpoint:
         *,
         hashes: bool = True,
         on_bytes: Callable[[int], None] | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> list[Damage]:
         """Return all that `verify` would name, that of the manifest first.
 
@@ -224,9 +238,21 @@ class Checkpoint:
             MissingSectionError: there is no such section.
         """
         damage = list[Damage]()
-        for name in self.sections if sections is None else sections:
-            for part in self._find_section(name).parts.values():
-                damage += self._find_damage(part, hashes, on_bytes)
+        names = self.sections if sections is None else sections
+        found = [
+            (name, part, rank)
+            for name in names
+            for part, info in self._find_section(name).parts.items()
+            for rank in (range(len(info.ranks)) if info.ranks else (None,))
+        ]
+        for name, part, rank in found[share[0] :: share[1]]:
+            try:
+                info = self._find_part(name, part, rank)
+            except CorruptCheckpointError as error:
+                assert rank is not None
+                damage.append(Damage(name_list(name, part, rank), None, str(error)))
+            else:
+                damage += self._find_damage(info, hashes, on_bytes)
         try:
             self._load_manifest()
         except CorruptCheckpointError as error:
@@ -249,6 +275,7 @@ class Checkpoint:
     def close(self) -> None:
         """Let go of what is held in memory; it is read again if it is asked for."""
         self._manifest = None
+        self._of_ranks.clear()
 
     def _find_damage(
         self, part: PartInfo, hashes: bool, on_bytes: Callable[[int], None] | None
@@ -285,7 +312,7 @@ class Checkpoint:
             raise MissingSectionError(f"{self.path} has no section {name!r}; it has {there}")
         return sections[name]
 
-    def _find_part(self, section: str, part: str | None) -> PartInfo:
+    def _find_part(self, section: str, part: str | None, rank: int | None = None) -> PartInfo:
         parts = self._find_section(section).parts
         if part not in parts:
             what = "no state without a part" if part is None else f"no part {part!r}"
@@ -293,7 +320,15 @@ class Checkpoint:
             raise MissingSectionError(
                 f"section {section!r} of {self.path} has {what}; it has {there}"
             )
-        return parts[part]
+        if not parts[part].ranks:
+            return parts[part]
+        rank = self.rank if rank is None else rank
+        key = section, part, rank
+        if key not in self._of_ranks:
+            file = name_list(section, part, rank)
+            tensors = str(Path(file).with_suffix(".safetensors"))
+            self._of_ranks[key] = read_rank_list(self.path / file, tensors, rank, parts[part])
+        return self._of_ranks[key]
 
     def _get_manifest(self) -> Manifest:
         manifest = self._manifest  # which another thread may let go of
