@@ -180,7 +180,7 @@ class Loop:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        save.write(self._course.read_state(), per_rank=True)
+        save.write(self._course.read_state(), per_rank=None)
 
     @hookbus.hookimpl(tryfirst=True)
     def note_streams(self, slot: str) -> Mapping[str, str]:

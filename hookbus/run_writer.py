@@ -111,7 +111,7 @@ class RunWriter:
         self._wait_for_turn(step)
         with self._alone(), self.streams_kept("now"):
             with self.ranks.together(f"saving step {step}"):
-                save = Save(step, metrics, self.components)
+                save = Save(step, metrics, self.components, self.ranks.world_size)
                 self.fire("save_start", save=save)
                 self.fire("save_state", save=save)
                 sections = save.collect_sections(self.entries())
