@@ -85,6 +85,16 @@ class Resume:
         return self.ranks.rank
 
     @property
+    def world_size(self) -> int:
+        """How many processes the run has now; ``checkpoint.world_size`` had it when saved."""
+        return self.ranks.world_size
+
+    def is_own(self, part: str | None = None) -> bool:
+        """Whether each process had its own of the section of the plugin being called."""
+        checkpoint, name = self._open_section()
+        return checkpoint.is_own(name, part)
+
+    @property
     def is_new_rank(self) -> bool:
         """Whether the checkpoint was saved by fewer processes, and this is one that it knows not.
 
@@ -104,16 +114,17 @@ class Resume:
 
     # -- for plugins ---------------------------------------------------------------------------
 
-    def read(self, part: str | None = None) -> Any:
+    def read(self, part: str | None = None, *, rank: int | None = None) -> Any:
         """Load the section of the plugin being called, or one part of it, and hand it over.
 
-        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them.
+        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them. Of what
+        each process has of its own it is that of this one, or of ``rank``.
 
         Raises:
             CorruptCheckpointError: the bytes are not those that were saved.
         """
         checkpoint, name = self._open_section()
-        state = checkpoint.read(name, part)
+        state = checkpoint.read(name, part, rank=rank)
         self._read.add(name)
         return state
 

@@ -142,8 +142,14 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} of step {self.step}>"
 
-    def read(self, section: str, part: str | None = None) -> Any:
+    def is_own(self, section: str, part: str | None = None) -> bool:
+        """Whether each of several processes had its own state."""
+        return bool(self._find_section(section).parts[part].ranks)
+
+    def read(self, section: str, part: str | None = None, *, rank: int | None = None) -> Any:
         """Load a state. Its tensors and arrays are fresh, on the CPU, and share nothing.
+
+        Of what each process has of its own it is that of ``rank``, or of the one set here.
 
         Raises:
             MissingSectionError: there is no such section or part.
@@ -152,7 +158,7 @@ class Checkpoint:
         """
         from hookbus.checkpoint.loading import load
 
-        found = self._find_part(section, part)
+        found = self._find_part(section, part, rank)
         with self._name_section(section, part), self._open(found) as file:
             return load(file, found)
 
