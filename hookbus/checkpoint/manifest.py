@@ -17,6 +17,7 @@ import xxhash
 from hookbus.checkpoint.files import describe_failure, open_file
 from hookbus.checkpoint.names import file_name
 from hookbus.checkpoint.nodes import rebuild
+from hookbus.checkpoint.shards import Shards
 from hookbus.checkpoint.tensor_info import TensorInfo, make_header
 from hookbus.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
 
@@ -73,12 +74,17 @@ class FileInfo:
 
 @attrs.frozen(eq=False)
 class PartInfo:
-    """One part of a section; ``tensors`` are in the order in which they lie in ``file``."""
+    """One part of a section; ``tensors`` are in the order in which they lie in ``file``.
+
+    Of a part with ``shards`` there is a folder instead, and ``tensors`` are as they are on all
+    ranks together, without a hash.
+    """
 
     version: int = attrs.field(validator=_from(1))
     tree: Any
     file: FileInfo | None
     tensors: Mapping[str, TensorInfo]
+    shards: Shards | None = None
 
 
 @attrs.frozen(eq=False)
@@ -228,6 +234,7 @@ def _write_section(section: SectionManifest) -> dict[str, Any]:
             "tree": part.tree,
             "file": part.file and attrs.asdict(part.file),
             "tensors": {info.name: info.to_json() for info in part.tensors.values()},
+            **({} if part.shards is None else {"shards": part.shards.to_json()}),
         }
         for name, part in section.parts.items()
     ]
@@ -244,13 +251,18 @@ def _read_section(name: str, written: dict[str, Any]) -> SectionManifest:
 
 
 def _read_part(
-    section: str, *, part: Any, version: Any, tree: Any, file: Any, tensors: Any
+    section: str, *, part: Any, version: Any, tree: Any, file: Any, tensors: Any, shards: Any = None
 ) -> tuple[str | None, PartInfo]:
     with _named(f"part {part!r}"):
         stored = _read_tensors(tensors)
         if part is not None and not _is_text(part):
             raise FormatError(f"its name is {part!r}, not a string or null")
         name = file_name(section, part)
+        if shards is not None:
+            if file is not None:
+                raise FormatError(f"file is {file!r}, and its tensors are in files of the ranks")
+            placed = Shards.from_json(stored, **shards)
+            return part, PartInfo(version, tree, None, stored, placed)
         made = describe_file(name, stored.values()) if stored else None
         if file != (fitting := made and attrs.asdict(made)):
             raise FormatError(f"file is {file!r}, and its tensors make it {fitting}")

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -25,8 +25,9 @@ from hookbus.checkpoint.manifest import (
     read_manifest,
     rebuild_plain,
 )
-from hookbus.checkpoint.names import folders, part_name, take_path
+from hookbus.checkpoint.names import folder_of, folders, part_name, take_path
 from hookbus.checkpoint.nodes import describe_leaf, rebuild
+from hookbus.checkpoint.shard_files import find_shard_damage
 from hookbus.checkpoint.tensor_file import TensorFile, open_tensors
 from hookbus.checkpoint.tensor_info import TensorInfo
 from hookbus.errors import (
@@ -35,6 +36,11 @@ from hookbus.errors import (
     FormatError,
     MissingSectionError,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from hookbus.checkpoint.loading import Source
 
 SectionFile = tuple[Path, FileInfo, PartInfo]
 
@@ -121,6 +127,7 @@ class Checkpoint:
             }
         )
         self._seal = seal
+        self._trusted = set[str]()  # sections of which every byte was found right
         self._manifest: Manifest | None = manifest
 
     @property
@@ -131,19 +138,28 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} of step {self.step}>"
 
-    def read(self, section: str, part: str | None = None) -> Any:
+    def read(
+        self,
+        section: str,
+        part: str | None = None,
+        *,
+        targets: Mapping[str, torch.Tensor] | None = None,
+    ) -> Any:
         """Load a state. Its tensors and arrays are fresh, on the CPU, and share nothing.
+
+        Where ``targets`` has a tensor under the name of one in `tensors`, that one is filled in
+        place and stands in the state. It may be sharded.
 
         Raises:
             MissingSectionError: there is no such section or part.
             CorruptCheckpointError: the bytes are not those that were saved.
             FormatError: the state holds what this version does not know.
+            MismatchError: one of ``targets`` has another shape or dtype; nothing was changed.
         """
         from hookbus.checkpoint.loading import load
 
-        found = self._find_part(section, part)
-        with self._name_section(section, part), self._open(found) as file:
-            return load(file, found)
+        with self._name_section(section, part), self._open_source(section, part) as source:
+            return load(source, targets)
 
     def read_into(
         self, section: str, tree: Any, part: str | None = None, *, partial: bool = False
@@ -164,9 +180,9 @@ class Checkpoint:
         """
         from hookbus.checkpoint.loading import load_into
 
-        found, who = self._find_part(section, part), part_name(section, part)
-        with self._name_section(section, part), self._open(found) as file:
-            return load_into(file, found, tree, who=who, partial=partial)
+        who = part_name(section, part)
+        with self._name_section(section, part), self._open_source(section, part) as source:
+            return load_into(source, tree, who=who, partial=partial)
 
     def metadata(self, section: str, part: str | None = None) -> Metadata:
         """Return what a state looks like, without reading its data.
@@ -225,8 +241,17 @@ class Checkpoint:
         """
         damage = list[Damage]()
         for name in self.sections if sections is None else sections:
-            for part in self._find_section(name).parts.values():
-                damage += self._find_damage(part, hashes, on_bytes)
+            found = list[Damage]()
+            for part, info in self._find_section(name).parts.items():
+                if info.shards is not None:
+                    folder = self.path / folder_of(name, part)
+                    wrong = find_shard_damage(folder, info, hashes, on_bytes)
+                    found += [Damage(*each) for each in wrong]
+                else:
+                    found += self._find_damage(info, hashes, on_bytes)
+            if hashes and not found:
+                self._trusted.add(name)
+            damage += found
         try:
             self._load_manifest()
         except CorruptCheckpointError as error:
@@ -249,6 +274,7 @@ class Checkpoint:
     def close(self) -> None:
         """Let go of what is held in memory; it is read again if it is asked for."""
         self._manifest = None
+        self._trusted.clear()
 
     def _find_damage(
         self, part: PartInfo, hashes: bool, on_bytes: Callable[[int], None] | None
@@ -269,6 +295,20 @@ class Checkpoint:
         if part.file is None:
             return nullcontext(TensorFile(self.path, -1, {}))
         return open_tensors(self.path / part.file.name, part.file, part.tensors)
+
+    @contextmanager
+    def _open_source(self, section: str, part: str | None) -> Iterator[Source]:
+        from hookbus.checkpoint.loading import Source
+
+        found, trusted = self._find_part(section, part), section in self._trusted
+        folder = self.path / folder_of(section, part)
+        if found.shards is not None:
+            if gaps := list(found.shards.find_gaps(found.tensors)):
+                raise CorruptCheckpointError(f"{folder}: {'; '.join(gaps)}")
+            yield Source(found, None, folder, trusted)
+            return
+        with self._open(found) as file:
+            yield Source(found, file, folder, trusted)
 
     @contextmanager
     def _name_section(self, section: str, part: str | None) -> Iterator[None]:
