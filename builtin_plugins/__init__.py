@@ -15,12 +15,14 @@ from builtin_plugins.save_policy import SavePolicy
 from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
+from builtin_plugins.strategy_fsdp2 import FSDP2
 from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, OverheadTarget
 
 __all__ = [
     "AttachedGenerator",
     "Callbacks",
     "DataModule",
+    "FSDP2",
     "EveryEpochs",
     "EverySeconds",
     "EverySteps",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -25,6 +25,9 @@ from hookbus.registration import Registered
 from hookbus.report import Change, Report
 from hookbus.request import Request, Shard, Stage, matches
 from hookbus.sequence import RESTORE_EVENTS, Sequence
+
+if TYPE_CHECKING:
+    import torch
 
 # Sections of these kinds are restored by restore_model, so whoever restores them must be there.
 _MODEL_KINDS = ("datamodule", "model", "callbacks")
@@ -88,16 +91,20 @@ class Resume:
 
     # -- for plugins ---------------------------------------------------------------------------
 
-    def read(self, part: str | None = None) -> Any:
+    def read(
+        self, part: str | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
+    ) -> Any:
         """Load the section of the plugin being called, or one part of it, and hand it over.
 
-        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them.
+        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them. Where
+        ``targets`` has one under the name in ``metadata(part).tensors``, that one is filled in
+        place and handed over instead; it may be sharded, and then only its shard is read.
 
         Raises:
             CorruptCheckpointError: the bytes are not those that were saved.
         """
         checkpoint, name = self._open_section()
-        state = checkpoint.read(name, part)
+        state = checkpoint.read(name, part, targets=targets)
         self._read.add(name)
         return state
 
