@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import types
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -14,18 +15,19 @@ from typing import Any, Unpack
 from hookbus.asked import Wanted, check_word, warn_at_exit
 from hookbus.background import wait_for_writers
 from hookbus.checkpoint import Checkpoint, RunLock, make_run_directory, sweep
-from hookbus.choosing import check_run, choose
+from hookbus.choosing import check_run, choose, choose_together
 from hookbus.entry_points import Failed
 from hookbus.errors import AttachError, BusError, CallError, SaveError, SequenceError
 from hookbus.logs import say
 from hookbus.ordering import Place, warn_of_unknown_words
 from hookbus.plugins import Plugins
+from hookbus.ranks import ALONE, Ranks, find_ranks
 from hookbus.registration import EVENTS, Registered
 from hookbus.relay import Relay
 from hookbus.report import Report
 from hookbus.request import Options, Request
 from hookbus.resume import Resume
-from hookbus.resuming import abandon, describe_start
+from hookbus.resuming import abandon, describe_run, describe_start
 from hookbus.resuming import fire as fire_restore_event
 from hookbus.run_writer import RunWriter
 from hookbus.saver import Pace, Saver, check_right
@@ -54,6 +56,7 @@ class HookBus:
         self._saver: Saver | None = None
         self._lock: RunLock | None = None
         self._closed = False
+        self._ranks = ALONE
         self._plugins = Plugins(self, load_plugins=load_plugins, block=block)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -66,6 +69,7 @@ class HookBus:
         if kind is None or issubclass(kind, SystemExit):
             self.close()
         else:
+            self._ranks.leave_word("the script", sys.exception() or kind())
             self._let_go()
 
     # -- plugins and components ----------------------------------------------------------------
@@ -99,6 +103,11 @@ class HookBus:
     def resumed(self) -> bool:
         """Whether there is a run to train and to save into."""
         return self._saver is not None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run, as they were at the last resume."""
+        return self._ranks
 
     @property
     def saving(self) -> bool:
@@ -337,17 +346,28 @@ class HookBus:
     def _prepare(self, run: str | os.PathLike[str], options: Options, *, by_script: bool) -> Resume:
         if self._closed:
             raise BusError("this bus was closed; make a new one")
+        self._ranks = find_ranks(self._ranks)
+        with self._ranks.together("resume()"):
+            return self._prepare_together(run, options, by_script=by_script)
+
+    def _prepare_together(
+        self, run: str | os.PathLike[str], options: Options, *, by_script: bool
+    ) -> Resume:
+        ranks = self._ranks
         request = Request.make(options)
         path = check_run(run)
         again = self._saver is not None and self._saver.writer.run == path
         self.wait()
         for each in EVENTS:
             self.order(each)  # a circle in the order of saving is said now, and not at a save
-        if request.stage == "fit":
-            if not path.exists():
-                choose(path, request)  # refuses before a folder is made
-            self._take_lock(path)
-        choice = choose(path, request)
+        if ranks.world_size > 1:
+            ranks.agree("resume()", describe_run(path, request, self._plugins))
+        with ranks.together("taking the run directory"):
+            if request.stage == "fit":
+                if not path.exists() and ranks.is_first:
+                    choose(path, request)  # refuses before a folder is made
+                self._take_lock(path)
+        choice = choose_together(ranks, lambda: choose(path, request))
         checkpoint, fresh = choice.checkpoint, choice.fresh
         resume = Resume(
             run=path,
@@ -365,6 +385,7 @@ class HookBus:
             fire=self._fire_by_name,
             may_grow=by_script or bool(request.setup or request.configure_sharded),
             blocked=self.blocked,
+            ranks=ranks,
             damaged=choice.damaged,
             again=again,
         )
@@ -373,14 +394,17 @@ class HookBus:
         return resume
 
     def _take_lock(self, run: Path) -> None:
-        make_run_directory(run)
+        if self._ranks.is_first:
+            make_run_directory(run)
         wait_for_writers(run)  # an older bus of this process may have a save in flight
         lock = RunLock(run)
-        lock.take()
+        if self._ranks.is_first:  # for all of them: it belongs to one process
+            lock.take()
         if self._lock is not None:
             self._lock.release()  # if it was on this run, it has just been taken over
         self._lock, self._saver = lock, None
-        sweep(run)
+        if self._ranks.is_first:
+            sweep(run)
 
     def _begin_run(self, resume: Resume) -> None:
         checkpoint = resume.checkpoint
@@ -390,18 +414,22 @@ class HookBus:
             known = checkpoint is not None and not resume.fresh
             writer = RunWriter(
                 run=resume.run,
-                run_id=checkpoint.run_id if checkpoint and known else uuid.uuid4().hex,
+                run_id=checkpoint.run_id
+                if checkpoint and known
+                else self._ranks.share("the id of the run", uuid.uuid4().hex),
                 last=checkpoint if known else None,
                 entries=lambda: self._plugins.entries,
                 components=self.components,
                 fire=self._fire_by_name,
                 watch=functools.partial(watched, self.fire),
                 check_right=functools.partial(check_right, self._lock),
+                ranks=self._ranks,
             )
             writer.note_start(resume)
             self._saver = Saver(writer, self._lock, self._loop)
             warn_at_exit(self, self._saver.asked)
-        say(describe_start(resume))
+        if self._ranks.is_first:
+            say(describe_start(resume))
         if checkpoint is not None:
             checkpoint.close()
 
@@ -440,3 +468,4 @@ class HookBus:
                 saver.writer.when_done(lock.release)  # also if the waiting was interrupted
             elif lock is not None:
                 lock.release()
+            self._ranks.close()

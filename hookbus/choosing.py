@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -26,6 +26,7 @@ from hookbus.errors import (
     ResumeError,
 )
 from hookbus.logs import logger
+from hookbus.ranks import Ranks
 from hookbus.request import Request
 
 
@@ -96,6 +97,36 @@ def choose(run: Path, request: Request) -> Choice:
     if request.init_from is not None:
         return Choice(_open_source(Path(request.init_from)), fresh=True)
     return Choice(None, fresh=True)
+
+
+def choose_together(ranks: Ranks, make: Callable[[], Choice]) -> Choice:
+    """Let rank 0 choose, and all ranks open the very same checkpoint.
+
+    Raises:
+        RankError: another rank could not, or finds other bytes there.
+    """
+    with ranks.together("choosing a checkpoint"):
+        choice = make() if ranks.is_first else None
+    if choice is None or ranks.world_size > 1:
+        told = ranks.share("the choice of a checkpoint", _write_choice(choice) if choice else None)
+        with ranks.together("opening the checkpoint"):
+            if choice is None:
+                assert told is not None
+                choice = _read_choice(*told)
+        seal = choice.checkpoint.seal if choice.checkpoint else None
+        ranks.agree("opening the checkpoint", {"the seal of its manifest": seal})
+    return choice
+
+
+def _write_choice(choice: Choice) -> tuple[Path | None, bool, dict[Path, str]]:
+    path = choice.checkpoint.path if choice.checkpoint else None
+    return path, choice.fresh, {folder: str(fault) for folder, fault in choice.damaged.items()}
+
+
+def _read_choice(path: Path | None, fresh: bool, damaged: dict[Path, str]) -> Choice:
+    checkpoint = open_checkpoint(path) if path else None
+    faults = {folder: CorruptCheckpointError(text) for folder, text in damaged.items()}
+    return Choice(checkpoint, fresh, faults)
 
 
 def choose_older(than: Path) -> Choice:

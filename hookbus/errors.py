@@ -26,6 +26,7 @@
     ├── SaveError                     a save was refused or came at the wrong moment
     │   └── UnattachedError           something that trains belongs to nothing on the bus
     ├── LoopError                     the loop was used wrongly
+    ├── RankError                     another process of the run broke, is gone, or differs
     └── ManyErrors                    (ExceptionGroup) several of these at once
 """
 
@@ -129,6 +130,13 @@ class UnattachedError(SaveError):
 
 class LoopError(HookbusError):
     """The loop was used wrongly."""
+
+
+class RankError(HookbusError):
+    """Another process of the run broke or is gone, or the processes differ.
+
+    Where another one broke with an error of ours, it is of that kind too.
+    """
 
 
 class ManyErrors(HookbusError, ExceptionGroup[HookbusError]):  # noqa: N818 - a group, as in the standard library

@@ -21,6 +21,7 @@ from hookbus.errors import (
 )
 from hookbus.fates import Fates
 from hookbus.logs import logger
+from hookbus.ranks import ALONE, Ranks
 from hookbus.registration import Registered
 from hookbus.report import Change, Report
 from hookbus.request import Request, Shard, Stage, matches
@@ -53,6 +54,7 @@ class Resume:
     _fire: Callable[..., Any] = attrs.field(repr=False, alias="fire")
     _may_grow: bool = attrs.field(repr=False, alias="may_grow")
     _blocked: frozenset[str] = attrs.field(repr=False, alias="blocked")
+    ranks: Ranks = attrs.field(default=ALONE, repr=False)
     damaged: Mapping[Path, HookbusError] = attrs.field(factory=dict, repr=False)
     again: bool = attrs.field(default=False, repr=False)  # this bus was in the run by then
     sequence: Sequence = attrs.field(factory=Sequence, repr=False, init=False)

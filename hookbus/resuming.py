@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from hookbus.checkpoint import Checkpoint, append_record, set_aside
-from hookbus.choosing import choose_older, find_way_out
+from hookbus.choosing import choose_older, choose_together, find_way_out
 from hookbus.errors import CallError, CorruptCheckpointError
 from hookbus.logs import logger
 from hookbus.plugins import Plugins
-from hookbus.registration import Registered
+from hookbus.registration import EVENTS, Registered
 from hookbus.relay import Answers
+from hookbus.request import Request
 from hookbus.resume import Resume
 from hookbus.saver import LEFT_NOTE
 from hookbus.sequence import RESTORE_EVENTS
@@ -31,6 +35,13 @@ def fire(
     Problems found before it are raised together, before the first change; if anything is raised,
     this resume is over.
     """
+    with resume.ranks.together(event):
+        return _fire(event, resume, arguments, plugins, watch)
+
+
+def _fire(
+    event: str, resume: Resume, arguments: Mapping[str, object], plugins: Plugins, watch: Watch
+) -> Any:
     resume.sequence.begin(event)
     started = time.perf_counter()
     resume.event = event
@@ -54,6 +65,22 @@ def abandon(resume: Resume, where: str) -> None:
     resume.sequence.broken = resume.sequence.broken or where
     if resume.checkpoint is not None:
         resume.checkpoint.close()
+
+
+def describe_run(run: Path, request: Request, plugins: Plugins) -> dict[str, object]:
+    """Return what must be the same on all ranks of a run."""
+    arguments = {
+        name: value
+        for name, value in attrs.asdict(request).items()
+        if name not in ("setup", "configure_sharded")
+    }
+    return {
+        "run directory": str(run),
+        **{f"{name}=": value for name, value in arguments.items()},
+        "plugins": [f"{entry} of kind {entry.kind!r}" for entry in plugins.entries],
+        **{f"the order of {e}": [p.name for p in plugins.order(e)] for e in EVENTS},
+        "versions": dict(read_versions()),
+    }
 
 
 def describe_start(resume: Resume) -> str:
@@ -109,33 +136,49 @@ def _find_good(resume: Resume, watch: Watch) -> None:
     Raises:
         CorruptCheckpointError: none is good, or only this one may be taken.
     """
-    damaged = dict(resume.damaged)
+    damaged, ranks = dict(resume.damaged), resume.ranks
     while True:
         assert resume.checkpoint is not None
         path = resume.checkpoint.path
-        try:
-            _verify(resume, resume.checkpoint, watch)
+        error = _find_damage(resume, resume.checkpoint, watch)
+        if error is None:
             break
-        except CorruptCheckpointError as error:
-            if not resume.request.may_fall_back or resume.fresh:
-                way_out = find_way_out(path, resume.list_wanted())
-                raise CorruptCheckpointError(f"{error}; {way_out}") from error
-            damaged[path] = error
+        if not resume.request.may_fall_back or resume.fresh:
+            with ranks.together("looking for another checkpoint"):
+                if ranks.is_first:
+                    way_out = find_way_out(path, resume.list_wanted())
+                    raise CorruptCheckpointError(f"{error}; {way_out}") from error
+        damaged[path] = error
         try:
-            choice = choose_older(path)
-        except CorruptCheckpointError as error:
-            texts = [*map(str, damaged.values()), f"{error}, and nothing was moved"]
-            raise CorruptCheckpointError("; ".join(texts)) from error
+            choice = choose_together(ranks, functools.partial(choose_older, path))
+        except CorruptCheckpointError as none:
+            texts = [*map(str, damaged.values()), f"{none}, and nothing was moved"]
+            raise CorruptCheckpointError("; ".join(texts)) from none
         damaged.update(choice.damaged)
         resume.fall_back(choice)
-    for path, fault in damaged.items():
-        aside = set_aside(path)
-        text = f"{path.name} is damaged and was moved to {aside.name}: {fault}"
+    with ranks.together("moving what is damaged"):
+        aside = {path: set_aside(path).name for path in damaged} if ranks.is_first else {}
+    for path, name in (ranks.share("what was moved", aside) if damaged else {}).items():
+        text = f"{path.name} is damaged and was moved to {name}: {damaged[path]}"
         resume.report.note(text)
-        logger.warning("%s: %s", resume.run, text)
-        append_record(
-            resume.run, "fallback", checkpoint=path.name, moved_to=aside.name, why=str(fault)
-        )
+        if ranks.is_first:
+            logger.warning("%s: %s", resume.run, text)
+            why = str(damaged[path])
+            append_record(resume.run, "fallback", checkpoint=path.name, moved_to=name, why=why)
+
+
+def _find_damage(
+    resume: Resume, checkpoint: Checkpoint, watch: Watch
+) -> CorruptCheckpointError | None:
+    """Return what is wrong with a checkpoint; all ranks return it if one of them finds it."""
+    found = None
+    with resume.ranks.together("verifying the checkpoint"):
+        try:
+            _verify(resume, checkpoint, watch)
+        except CorruptCheckpointError as error:
+            found = error
+    told = resume.ranks.gather("what is damaged", found and str(found))
+    return found or next((CorruptCheckpointError(text) for text in told if text), None)
 
 
 def _verify(resume: Resume, checkpoint: Checkpoint, watch: Watch) -> None:

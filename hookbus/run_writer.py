@@ -22,10 +22,13 @@ from hookbus.checkpoint import (
     read_folder_name,
     remove_checkpoint,
     write_checkpoint,
+    write_checkpoint_together,
 )
 from hookbus.errors import SaveError
 from hookbus.logs import logger
+from hookbus.ranks import ALONE, Ranks
 from hookbus.registration import Registered
+from hookbus.replicas import settle
 from hookbus.resume import Resume
 from hookbus.save import Save
 from hookbus.settings import read_settings, read_versions
@@ -48,7 +51,9 @@ class RunWriter:
     fire: Callable[..., Any]
     watch: Callable[..., Any]
     check_right: Callable[[], None]
+    ranks: Ranks = ALONE
     _writing: bool = attrs.field(default=False, init=False)
+    _ranks_behind: Ranks | None = attrs.field(default=None, init=False)
     _staging: Staging = attrs.field(factory=Staging, init=False)
     _background: Background | None = attrs.field(default=None, init=False)
     _verified: Checkpoint | None = attrs.field(default=None, init=False)
@@ -105,15 +110,18 @@ class RunWriter:
         started = time.perf_counter()
         self._wait_for_turn(step)
         with self._alone(), self.streams_kept("now"):
-            save = Save(step, metrics, self.components)
-            self.fire("save_start", save=save)
-            self.fire("save_state", save=save)
-            sections = save.collect_sections(self.entries())
+            with self.ranks.together(f"saving step {step}"):
+                save = Save(step, metrics, self.components)
+                self.fire("save_start", save=save)
+                self.fire("save_state", save=save)
+                sections = save.collect_sections(self.entries())
+            if self.ranks.world_size > 1:
+                sections = settle(self.ranks, sections)
             if not wanted.wait:
                 sections = self._staging.copy(sections)
             # Everything in it is as of now.
             write = functools.partial(
-                write_checkpoint,
+                self._choose_writer(wanted.wait),
                 self.run,
                 run_id=self.run_id,
                 step=save.step,
@@ -144,6 +152,14 @@ class RunWriter:
             self._end_save(checkpoint)
             return checkpoint
 
+    def _choose_writer(self, wait: bool) -> Callable[..., Checkpoint]:
+        if self.ranks.world_size == 1:
+            return write_checkpoint
+        if self._ranks_behind is None:  # all ranks are here now, and make it together
+            self._ranks_behind = self.ranks.make_others()
+        peers = self.ranks if wait else self._ranks_behind
+        return functools.partial(write_checkpoint_together, peers=peers)
+
     # -- behind training -----------------------------------------------------------------------
 
     def collect_done(self) -> None:
@@ -153,8 +169,14 @@ class RunWriter:
             SaveError: it failed.
         """
         background = self._background
-        if background is None or not background.done or self.is_forked:
+        if background is None or self.is_forked:
             return
+        if self.ranks.any("is the save behind training done?", not background.done):
+            return
+        self._take_in(background)
+
+    def _take_in(self, background: Background) -> None:
+        """Take in a save that is over on all ranks."""
         self._background = None
         checkpoint = background.collect()
         with self._alone(), self.streams_kept("end"):
@@ -164,7 +186,7 @@ class RunWriter:
         """Wait for the save behind training, if any, and take it in."""
         if self._background is not None and not self.is_forked:
             self._background.wait()
-            self.collect_done()
+            self._take_in(self._background)
 
     def wait_out(self) -> None:
         """Wait for the save behind training, if any; the bus goes, and nothing is fired."""
@@ -190,12 +212,17 @@ class RunWriter:
                 seconds,
                 before,
             )
-        self.collect_done()
+        self._take_in(self._background)
 
     # -- the run directory ---------------------------------------------------------------------
 
     def delete(self, checkpoint: Checkpoint, why: str) -> None:
-        """Delete a checkpoint of this run; the newest must be a later one, and good."""
+        """Delete a checkpoint of this run; the newest must be a later one, and good.
+
+        Rank 0 does it, and others leave it to that one.
+        """
+        if not self.ranks.is_first:
+            return
         path = checkpoint.path.absolute()
         if path.parent != self.run or read_folder_name(path.name) is None:
             raise SaveError(f"{path} is no checkpoint in {self.run}, so it is not deleted")
@@ -214,6 +241,8 @@ class RunWriter:
 
     def note_start(self, resume: Resume) -> None:
         """Write into the history how the run starts this time."""
+        if not self.ranks.is_first:
+            return
         how = "resumed" if not resume.fresh else "warm" if resume.checkpoint else "fresh"
         append_record(
             self.run,
@@ -257,6 +286,8 @@ class RunWriter:
         seconds = time.perf_counter() - started
         checkpoint.seconds = seconds
         checkpoint.blocked = seconds if blocked is None else blocked
+        if not self.ranks.is_first:
+            return checkpoint
         append_record(
             self.run,
             "save",

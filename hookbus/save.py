@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import attrs
 
@@ -34,14 +34,24 @@ class Save:
         return self._who().name
 
     def write(
-        self, state: object, *, part: str | None = None, version: int = 1, per_rank: bool = False
+        self,
+        state: object,
+        *,
+        part: str | None = None,
+        version: int = 1,
+        per_rank: bool | None = False,
+        uncompared: Collection[str] = (),
     ) -> None:
         """Hand over live state for the section of the plugin that is being called.
 
         ``state`` is a tree of plain values, tensors and arrays; it is shared with the run until
         the event is over and is on its way to the disk before training goes on. ``part`` names a
-        part with a file of its own; ``version`` is that of the state's layout. ``per_rank`` says
-        that each process has its own; in a single process it makes no difference.
+        part with a file of its own; ``version`` is that of the state's layout.
+
+        In a single process the rest makes no difference. Of several, all must hand over the same,
+        and it is written once. ``per_rank`` says that each process has its own, ``None`` that it
+        has if they differ. ``uncompared`` are keys of ``state`` whose tensors may differ; those of
+        rank 0 are written.
 
         Raises:
             CallError: outside a saving event, or a part written twice or with a wrong name.
@@ -56,7 +66,13 @@ class Save:
         if type(version) is not int or version < 1:
             raise CallError(f"version={version!r}: pass a whole number from 1 up")
         try:
-            parts[part] = Part(flatten(state), version)
+            flat = flatten(state)
+            if flat.cuts and per_rank:
+                raise StateError(
+                    f"{next(iter(flat.cuts))} is sharded, and all ranks write such a tensor"
+                    " together; put it into a part without per_rank=True"
+                )
+            parts[part] = Part(flat, version, per_rank, frozenset(uncompared))
         except StateError as error:
             parts[part] = Part(flatten(None), version)
             self._problems.append(StateError(f"{who} cannot be saved: {error}"))

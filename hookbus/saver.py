@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import sys
 import threading
@@ -65,7 +66,8 @@ class Saver:
         self._check_moment()
         if self.pace is not None and step is not None:
             raise CallError("step= is for scripts without a loop; the loop counts its own")
-        self.collect_done()
+        if self.writer.ranks.world_size == 1:  # several do it at a safe point, all together
+            self.collect_done()
         with self.writer.streams_kept("ask"):
             self.writer.fire("check_attached", components=self.writer.components)
         if self.pace is None:
@@ -77,7 +79,8 @@ class Saver:
         if self.asked.wanted is not None:
             wanted = self.asked.wanted.join(wanted)
         is_saved = self._saved_position == self.pace.position and self.writer.has_saved
-        if is_saved and not (wanted.metrics or self.pace.metrics or wanted.tag):
+        needs = not is_saved or bool(wanted.metrics or self.pace.metrics or wanted.tag)
+        if not self.writer.ranks.any("save()", needs):
             if not wanted.wait:
                 return None
             self.finish()
@@ -89,9 +92,12 @@ class Saver:
 
         What this process was forked from writes it, and not its child.
         """
+        if self.pace is None or self.writer.is_forked:
+            return
         wanted = self.asked.wanted
-        if wanted is not None and self.pace is not None and not self.writer.is_forked:
-            check_right(self.lock)
+        if self.writer.ranks.any("is a save asked for?", wanted is not None):
+            with self.writer.ranks.together("asking for a save"):
+                check_right(self.lock)
             self._write(self.pace.step, wanted)
 
     def write_last(self) -> None:
@@ -131,9 +137,10 @@ class Saver:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _write(self, step: int, wanted: Wanted) -> Checkpoint | None:
+    def _write(self, step: int, asked: Wanted | None) -> Checkpoint | None:
         self.asked.wanted = None  # this is the one, also where the loop was left meanwhile
         pace = self.pace
+        wanted = self._agree_on(step, asked)
         left = pace is not None and pace.left
         if left:
             logger.warning(
@@ -146,11 +153,33 @@ class Saver:
             return self.writer.write(
                 step,
                 wanted,
-                metrics={**clean_metrics(pace.metrics if pace else None), **wanted.metrics},
+                metrics=wanted.metrics
+                if self.writer.ranks.world_size > 1
+                else {**clean_metrics(pace.metrics if pace else None), **wanted.metrics},
                 progress=dict(pace.position) if pace else {},
                 notes=[LEFT_NOTE] if left else [],
                 when_copied=self._note_copied,
             )
+
+    def _agree_on(self, step: int, wanted: Wanted | None) -> Wanted:
+        """Return what all ranks want together, with the metrics of rank 0.
+
+        Raises:
+            RankError: they stand at different places.
+        """
+        ranks = self.writer.ranks
+        if wanted is not None and ranks.world_size == 1:
+            return wanted
+        position = self.pace.position if self.pace else {}
+        place = {name: position.get(name) for name in ("where", "epoch", "call", "batch")}
+        ranks.agree("a save", {"the place of the run": {**place, "step": step}})
+        metrics = {**clean_metrics(self.pace.metrics if self.pace else None)}
+        if wanted is not None:
+            metrics |= wanted.metrics
+        told = ranks.gather("a save, what is wanted", (wanted, metrics))
+        first, *others = [each for each, _ in told if each is not None]
+        with ranks.together("a save"):
+            return attrs.evolve(functools.reduce(Wanted.join, others, first), metrics=told[0][1])
 
     @contextlib.contextmanager
     def _forgetting_if_it_fails(self) -> Iterator[None]:

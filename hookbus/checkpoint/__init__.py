@@ -38,7 +38,9 @@ from hookbus.checkpoint.run_directory import (
 from hookbus.checkpoint.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
+    from hookbus.checkpoint.joint import write_checkpoint_together
     from hookbus.checkpoint.staging import Staging
+    from hookbus.checkpoint.tensors import take_bytes
     from hookbus.checkpoint.tree import Flat, flatten, unflatten
     from hookbus.checkpoint.writer import Part, Section, write_checkpoint
 else:
@@ -47,9 +49,9 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Not by a module's name, as the package does: in this room no text becomes an import.
-        from hookbus.checkpoint import staging, tree, writer
+        from hookbus.checkpoint import joint, staging, tensors, tree, writer
 
-        found = vars(staging) | vars(tree) | vars(writer)
+        found = vars(joint) | vars(staging) | vars(tensors) | vars(tree) | vars(writer)
         globals().update({each: found[each] for each in __all__ if each in found})
         return globals()[name]
 
@@ -85,7 +87,9 @@ __all__ = [
     "remove_checkpoint",
     "set_aside",
     "sweep",
+    "take_bytes",
     "take_path",
     "unflatten",
     "write_checkpoint",
+    "write_checkpoint_together",
 ]

@@ -17,6 +17,7 @@ import xxhash
 from hookbus.checkpoint.files import describe_failure, open_file
 from hookbus.checkpoint.names import file_name
 from hookbus.checkpoint.nodes import rebuild
+from hookbus.checkpoint.rank_lists import RankFile, read_rank_files
 from hookbus.checkpoint.shards import Shards
 from hookbus.checkpoint.tensor_info import TensorInfo, make_header
 from hookbus.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
@@ -78,13 +79,26 @@ class PartInfo:
 
     Of a part with ``shards`` there is a folder instead, and ``tensors`` are as they are on all
     ranks together, without a hash.
+    Of a part that each rank has of its own there are only the lists of the ranks, by rank.
     """
 
     version: int = attrs.field(validator=_from(1))
     tree: Any
     file: FileInfo | None
     tensors: Mapping[str, TensorInfo]
+    ranks: tuple[RankFile, ...] = ()
     shards: Shards | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The size of all tensors."""
+        here = sum(info.bytes for info in self.tensors.values())
+        return here + sum(each.tensors for each in self.ranks)
+
+    def list_writers(self) -> list[int | None]:
+        """Return the ranks that have files of this part; ``None`` where one file is everybody's."""
+        ranks = range(len(self.ranks)) if self.shards is None else self.shards.ranks
+        return [*ranks] or [None]
 
 
 @attrs.frozen(eq=False)
@@ -168,6 +182,30 @@ def rebuild_plain(tree: Any) -> dict[str, Any]:
     return values
 
 
+def write_rank_list(rank: int, part: PartInfo) -> bytes:
+    """Return what one rank has of a part of its own, as JSON."""
+    tensors = {info.name: info.to_json() for info in part.tensors.values()}
+    written = {"format": FORMAT, "rank": rank, "tree": part.tree, "tensors": tensors}
+    return json.dumps(written, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def read_rank_list(path: Path, file_name: str, rank: int, part: PartInfo) -> PartInfo:
+    """Return what one rank has of a part, from its list at ``path``.
+
+    Raises:
+        CorruptCheckpointError: the list is missing, or a byte of it is not what was written.
+        FormatError: no version could have written it.
+    """
+    data = part.ranks[rank].read(path)
+    with _named(str(path)):
+        written = json.loads(data, object_pairs_hook=_take_pairs, parse_constant=_refuse_constant)
+        if (written["format"], written["rank"]) != (FORMAT, rank):
+            raise FormatError(f"it is of format {written['format']} and rank {written['rank']}")
+        stored = _read_tensors(written["tensors"])
+        file = describe_file(file_name, stored.values()) if stored else None
+        return PartInfo(part.version, written["tree"], file, stored)
+
+
 def describe_file(name: str, infos: Iterable[TensorInfo]) -> FileInfo:
     """Describe the file that holds these tensors in this order."""
     infos = list(infos)
@@ -234,6 +272,7 @@ def _write_section(section: SectionManifest) -> dict[str, Any]:
             "tree": part.tree,
             "file": part.file and attrs.asdict(part.file),
             "tensors": {info.name: info.to_json() for info in part.tensors.values()},
+            **({"ranks": [attrs.astuple(each) for each in part.ranks]} if part.ranks else {}),
             **({} if part.shards is None else {"shards": part.shards.to_json()}),
         }
         for name, part in section.parts.items()
@@ -251,7 +290,15 @@ def _read_section(name: str, written: dict[str, Any]) -> SectionManifest:
 
 
 def _read_part(
-    section: str, *, part: Any, version: Any, tree: Any, file: Any, tensors: Any, shards: Any = None
+    section: str,
+    *,
+    part: Any,
+    version: Any,
+    tree: Any,
+    file: Any,
+    tensors: Any,
+    ranks: Any = (),
+    shards: Any = None,
 ) -> tuple[str | None, PartInfo]:
     with _named(f"part {part!r}"):
         stored = _read_tensors(tensors)
@@ -259,14 +306,16 @@ def _read_part(
             raise FormatError(f"its name is {part!r}, not a string or null")
         name = file_name(section, part)
         if shards is not None:
-            if file is not None:
+            if file is not None or ranks:
                 raise FormatError(f"file is {file!r}, and its tensors are in files of the ranks")
             placed = Shards.from_json(stored, **shards)
-            return part, PartInfo(version, tree, None, stored, placed)
+            return part, PartInfo(version, tree, None, stored, (), placed)
+        if ranks and (stored or tree is not None):
+            raise FormatError("each rank has its own, and there is one of all")
         made = describe_file(name, stored.values()) if stored else None
         if file != (fitting := made and attrs.asdict(made)):
             raise FormatError(f"file is {file!r}, and its tensors make it {fitting}")
-        return part, PartInfo(version, tree, made, stored)
+        return part, PartInfo(version, tree, made, stored, read_rank_files(ranks))
 
 
 def _read_tensors(tensors: dict[str, Any]) -> dict[str, TensorInfo]:

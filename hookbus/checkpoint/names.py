@@ -114,11 +114,6 @@ def part_name(section: str, part: str | None) -> str:
     return section if part is None else f"{section}.{part}"
 
 
-def folder_of(section: str, part: str | None) -> str:
-    """Return the name of the folder with a sharded part's files."""
-    return part_name(section, part).replace(":", "+")
-
-
 def file_name(section: str, part: str | None) -> str:
     """Return the name of a part's file of tensors.
 

@@ -6,7 +6,7 @@ torch is imported where tensors are made, and not before: looking at a checkpoin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -23,10 +23,12 @@ from hookbus.checkpoint.manifest import (
     PartInfo,
     SectionManifest,
     read_manifest,
+    read_rank_list,
     rebuild_plain,
 )
-from hookbus.checkpoint.names import folder_of, folders, part_name, take_path
+from hookbus.checkpoint.names import folders, part_name, take_path
 from hookbus.checkpoint.nodes import describe_leaf, rebuild
+from hookbus.checkpoint.rank_lists import folder_of_ranks, name_list
 from hookbus.checkpoint.shard_files import find_shard_damage
 from hookbus.checkpoint.tensor_file import TensorFile, open_tensors
 from hookbus.checkpoint.tensor_info import TensorInfo
@@ -93,10 +95,13 @@ class Checkpoint:
     the bus that wrote it knows ``seconds``, from the call of ``save`` to the commit, ``blocked``,
     those of them in which training stood still, and ``written``, the bytes of tensors that the
     checkpoint before did not have.
+
+    Of what each of ``world_size`` processes has of its own, that of ``rank`` is read.
     """
 
     def __init__(self, path: Path, manifest: Manifest, seal: bytes) -> None:
         self.path = path
+        self.rank = 0
         self.step = manifest.step
         self.serial = manifest.serial
         self.created: datetime = manifest.created
@@ -121,7 +126,7 @@ class Checkpoint:
                     section.distribution,
                     section.distribution_version,
                     tuple(section.parts),
-                    sum(info.bytes for p in section.parts.values() for info in p.tensors.values()),
+                    sum(part.bytes for part in section.parts.values()),
                 )
                 for name, section in manifest.sections.items()
             }
@@ -129,6 +134,12 @@ class Checkpoint:
         self._seal = seal
         self._trusted = set[str]()  # sections of which every byte was found right
         self._manifest: Manifest | None = manifest
+        self._of_ranks: dict[tuple[str, str | None, int], PartInfo] = {}
+
+    @property
+    def seal(self) -> str:
+        """The hash of its manifest: two checkpoints with the same one are the same."""
+        return self._seal.hex()
 
     @property
     def bytes(self) -> int:
@@ -214,17 +225,19 @@ class Checkpoint:
         *,
         hashes: bool = True,
         on_bytes: Callable[[int], None] | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         """Check that every byte of the checkpoint, or of some sections, is what was written.
 
         Without ``hashes`` the data of the tensors is not read: the manifest, headers and sizes
-        are. ``on_bytes`` is told the number of bytes of tensors as they are read.
+        are. ``on_bytes`` is told the number of bytes of tensors as they are read. ``share`` is
+        which of how many equal shares of the files to look at.
 
         Raises:
             CorruptCheckpointError: something is not; all of it is named.
             MissingSectionError: there is no such section.
         """
-        if damage := self.list_damage(sections, hashes=hashes, on_bytes=on_bytes):
+        if damage := self.list_damage(sections, hashes=hashes, on_bytes=on_bytes, share=share):
             raise CorruptCheckpointError("; ".join(each.text for each in damage))
 
     def list_damage(
@@ -233,6 +246,7 @@ class Checkpoint:
         *,
         hashes: bool = True,
         on_bytes: Callable[[int], None] | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> list[Damage]:
         """Return all that `verify` would name, that of the manifest first.
 
@@ -240,18 +254,23 @@ class Checkpoint:
             MissingSectionError: there is no such section.
         """
         damage = list[Damage]()
-        for name in self.sections if sections is None else sections:
-            found = list[Damage]()
-            for part, info in self._find_section(name).parts.items():
-                if info.shards is not None:
-                    folder = self.path / folder_of(name, part)
-                    wrong = find_shard_damage(folder, info, hashes, on_bytes)
-                    found += [Damage(*each) for each in wrong]
-                else:
-                    found += self._find_damage(info, hashes, on_bytes)
-            if hashes and not found:
-                self._trusted.add(name)
-            damage += found
+        names = self.sections if sections is None else sections
+        found = [
+            (name, part, rank)
+            for name in names
+            for part, info in self._find_section(name).parts.items()
+            for rank in info.list_writers()
+        ]
+        mine = dict[tuple[str, str | None], list[int | None]]()
+        for name, part, rank in found[share[0] :: share[1]]:
+            mine.setdefault((name, part), []).append(rank)
+        wrong = set[str]()
+        for (name, part), ranks in mine.items():
+            if new := list(self._find_damage(name, part, ranks, hashes, on_bytes)):
+                damage += new
+                wrong.add(name)
+        if hashes and share == (0, 1):
+            self.trust(name for name in names if name not in wrong)
         try:
             self._load_manifest()
         except CorruptCheckpointError as error:
@@ -275,8 +294,39 @@ class Checkpoint:
         """Let go of what is held in memory; it is read again if it is asked for."""
         self._manifest = None
         self._trusted.clear()
+        self._of_ranks.clear()
+
+    def trust(self, sections: Iterable[str]) -> None:
+        """Note that every byte of some sections was found right, be it by several processes.
+
+        Of a chunk of theirs that is needed in part, only that part is read from now on.
+        """
+        self._trusted.update(sections)
 
     def _find_damage(
+        self,
+        section: str,
+        name: str | None,
+        ranks: Sequence[int | None],
+        hashes: bool,
+        on_bytes: Callable[[int], None] | None,
+    ) -> Iterator[Damage]:
+        whole = self._find_section(section).parts[name]
+        if whole.shards is not None:
+            folder = self.path / folder_of_ranks(section, name)
+            for damage in find_shard_damage(folder, whole, ranks, hashes, on_bytes):
+                yield Damage(*damage)
+            return
+        for rank in ranks:
+            try:
+                part = self._find_part(section, name, rank)
+            except CorruptCheckpointError as error:
+                assert rank is not None
+                yield Damage(name_list(section, name, rank), None, str(error))
+            else:
+                yield from self._find_file_damage(part, hashes, on_bytes)
+
+    def _find_file_damage(
         self, part: PartInfo, hashes: bool, on_bytes: Callable[[int], None] | None
     ) -> Iterator[Damage]:
         if part.file is None:
@@ -301,7 +351,7 @@ class Checkpoint:
         from hookbus.checkpoint.loading import Source
 
         found, trusted = self._find_part(section, part), section in self._trusted
-        folder = self.path / folder_of(section, part)
+        folder = self.path / folder_of_ranks(section, part)
         if found.shards is not None:
             if gaps := list(found.shards.find_gaps(found.tensors)):
                 raise CorruptCheckpointError(f"{folder}: {'; '.join(gaps)}")
@@ -325,7 +375,7 @@ class Checkpoint:
             raise MissingSectionError(f"{self.path} has no section {name!r}; it has {there}")
         return sections[name]
 
-    def _find_part(self, section: str, part: str | None) -> PartInfo:
+    def _find_part(self, section: str, part: str | None, rank: int | None = None) -> PartInfo:
         parts = self._find_section(section).parts
         if part not in parts:
             what = "no state without a part" if part is None else f"no part {part!r}"
@@ -333,7 +383,15 @@ class Checkpoint:
             raise MissingSectionError(
                 f"section {section!r} of {self.path} has {what}; it has {there}"
             )
-        return parts[part]
+        if not parts[part].ranks:
+            return parts[part]
+        rank = self.rank if rank is None else rank
+        key = section, part, rank
+        if key not in self._of_ranks:
+            file = name_list(section, part, rank)
+            tensors = str(Path(file).with_suffix(".safetensors"))
+            self._of_ranks[key] = read_rank_list(self.path / file, tensors, rank, parts[part])
+        return self._of_ranks[key]
 
     def _get_manifest(self) -> Manifest:
         manifest = self._manifest  # which another thread may let go of

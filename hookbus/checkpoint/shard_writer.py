@@ -5,10 +5,9 @@ torch's distributed checkpoint plans who writes what; the files are ours.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import attrs
 import torch
@@ -16,39 +15,22 @@ import xxhash
 
 from hookbus.checkpoint import files
 from hookbus.checkpoint.dtensors import Cut
+from hookbus.checkpoint.peers import Peers
+from hookbus.checkpoint.rank_lists import RankFile, rank_name
 from hookbus.checkpoint.shards import (
     Chunk,
     Layout,
-    RankFile,
     Shards,
     StoredChunk,
-    describe_list,
-    rank_file_name,
     write_list,
 )
 from hookbus.checkpoint.tensor_info import TensorInfo, make_header, split_bytes
 from hookbus.checkpoint.tensors import describe, dtype_name, order_names, take_bytes
 from hookbus.checkpoint.tree import Flat
-from hookbus.errors import CorruptCheckpointError, StateError
+from hookbus.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
-
-
-class Peers(Protocol):
-    """The ranks that write one checkpoint together, as one of them sees it."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def exchange(self, work: Callable[[], _T], decide: Callable[[list[_T]], Sequence[_R]]) -> _R:
-        """Do ``work`` on every rank and ``decide`` on rank 0, which returns something for each.
-
-        What is raised on one rank is raised on all.
-        """
 
 
 def describe_tensors(flat: Flat) -> dict[str, TensorInfo]:
@@ -64,24 +46,26 @@ def describe_tensors(flat: Flat) -> dict[str, TensorInfo]:
 
 
 def write_shards(
-    folder: Path, flat: Flat, peers: Peers, on_bytes: Callable[[int], None] | None = None
+    folder: Path,
+    flat: Flat,
+    peers: Peers,
+    uncompared: Collection[str] = (),
+    on_bytes: Callable[[int], None] | None = None,
 ) -> Shards | None:
-    """Write this rank's part of a state into ``folder``; return what rank 0 has to know of all.
+    """Write this rank's part of a state into ``folder``; return on rank 0 what the manifest says.
 
-    All ranks call it with the same state, each with what it holds of the sharded tensors. Rank 0
-    makes the folder. Files are brought to the disk; the folder is not.
+    All ranks call it with the same state, each with what it holds of the sharded tensors; what is
+    not sharded is the same on all of them, but for ``uncompared`` tensors, of which rank 0's are
+    written. Rank 0 makes the folder. All of it is on the disk when it returns.
 
     Raises:
-        StateError: what is not sharded differs between ranks.
         WriteError: the disk refused.
+        CorruptCheckpointError: what a rank wrote is not here.
     """
-    # -- one list of chunks a rank --------------------------------------------------------------
     layouts: dict[str, Layout] = {}
 
-    def decide(sent: list[tuple[str, SavePlan]]) -> Sequence[SavePlan | None]:
-        if len({digest for digest, _ in sent}) > 1:
-            return [None] * len(sent)
-        plans = _plan([plan for _, plan in sent])
+    def decide(sent: list[SavePlan]) -> Sequence[SavePlan]:
+        plans = _plan(sent)
         layouts.update(dict.fromkeys(flat.tensors, ()))
         for rank, plan in enumerate(plans):
             for item in plan.items:
@@ -89,20 +73,43 @@ def write_shards(
         files.create_folder(folder)
         return plans
 
-    plan = peers.exchange(lambda: (_digest(flat), plan_local(flat.tensors, flat.cuts)), decide)
-    if plan is None:
-        _tell_difference(flat, peers)
-    assert plan is not None
+    left = uncompared if peers.rank else ()
+    mine = {name: tensor for name, tensor in flat.tensors.items() if name not in left}
+    plan = peers.exchange(lambda: plan_local(mine, flat.cuts), decide)
     names = [item.index.fqn for item in plan.items]
 
-    def collect(sent: list[RankFile | None]) -> Sequence[Shards | None]:
-        ranks = {rank: file for rank, file in enumerate(sent) if file is not None}
+    def collect(sent: list[_Receipt | None]) -> Sequence[Shards | None]:
+        for rank, receipt in enumerate(sent):
+            if receipt is not None:
+                _check(folder, rank, receipt)
+        ranks = {rank: each.list for rank, each in enumerate(sent) if each is not None}
         shards = Shards.make(layouts, ranks)
-        if problems := list(shards.find_gaps(describe_tensors(flat))):
-            raise CorruptCheckpointError(f"{folder}: {'; '.join(problems)}")
+        if gaps := list(shards.find_gaps(describe_tensors(flat))):
+            raise CorruptCheckpointError(f"{folder}: {'; '.join(gaps)}")
+        files.sync_folder(folder)
         return [shards] + [None] * (len(sent) - 1)
 
     return peers.exchange(lambda: _write(folder, peers.rank, flat, names, on_bytes), collect)
+
+
+@attrs.frozen
+class _Receipt:
+    """What a rank wrote: its list, and the size of its file of tensors."""
+
+    list: RankFile
+    file: int
+
+
+def _check(folder: Path, rank: int, receipt: _Receipt) -> None:
+    """Find the files of a rank here: they may lie in another run directory."""
+    for suffix, size in (("json", receipt.list.bytes), ("safetensors", receipt.file)):
+        path = folder / rank_name(rank, suffix)
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            raise CorruptCheckpointError(
+                f"what rank {rank} wrote is not here: {path} has {found} bytes, written were"
+                f" {size}; all ranks need the same run directory"
+            )
 
 
 # -- who writes what -----------------------------------------------------------------------------
@@ -166,41 +173,6 @@ def _take_chunk(rank: int, item: WriteItem) -> Chunk:
     return Chunk(rank, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
-# -- what is not sharded must be the same on every rank ------------------------------------------
-
-
-def _hash_common(flat: Flat) -> dict[str, str]:
-    """Return the hash of what must not differ, by what it is called."""
-    hashes = {"": xxhash.xxh3_128_hexdigest(json.dumps(flat.tree).encode())}
-    for name, info in describe_tensors(flat).items():
-        digest = xxhash.xxh3_128(repr((info.dtype_name, info.sizes)).encode())
-        for piece in split_bytes(take_bytes(flat.tensors[name])) if name not in flat.cuts else ():
-            digest.update(piece)
-        hashes[name] = digest.hexdigest()
-    return hashes
-
-
-def _digest(flat: Flat) -> str:
-    return xxhash.xxh3_128_hexdigest(json.dumps(_hash_common(flat)).encode())
-
-
-def _tell_difference(flat: Flat, peers: Peers) -> None:
-    def find(sent: list[dict[str, str]]) -> Sequence[None]:
-        differing = [
-            f"{name or 'the plain values'} on rank {rank}"
-            for name in dict.fromkeys(key for each in sent for key in each)
-            for rank, each in enumerate(sent)
-            if each.get(name) != sent[0].get(name)
-        ]
-        raise StateError(
-            f"it holds sharded tensors, and what is not sharded differs from that of rank 0:"
-            f" {', '.join(differing[:5])}; make it the same on all ranks, or write it with"
-            " per_rank=True in a part of its own"
-        )
-
-    peers.exchange(lambda: _hash_common(flat), find)
-
-
 # -- the files of this rank ----------------------------------------------------------------------
 
 
@@ -210,7 +182,7 @@ def _write(
     flat: Flat,
     names: Sequence[str],
     on_bytes: Callable[[int], None] | None,
-) -> RankFile | None:
+) -> _Receipt | None:
     if not names:
         return None
     tensors = {name: flat.tensors[name] for name in names}
@@ -228,7 +200,7 @@ def _write(
                     on_bytes(len(piece))
             hashes[info.name] = digest.hexdigest()
 
-    files.write_file(folder / rank_file_name(rank, "safetensors"), list_pieces())
+    size = files.write_file(folder / rank_name(rank, "safetensors"), list_pieces())
     chunks = [
         StoredChunk(
             attrs.evolve(info, hash=hashes[info.name]),
@@ -237,5 +209,5 @@ def _write(
         for info in infos
     ]
     data = write_list(rank, chunks)
-    files.write_file(folder / rank_file_name(rank, "json"), [data])
-    return describe_list(data)
+    files.write_file(folder / rank_name(rank, "json"), [data])
+    return _Receipt(RankFile.describe(data, sum(info.bytes for info in infos)), size)

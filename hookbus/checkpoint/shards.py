@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-import xxhash
 
-from hookbus.checkpoint.files import describe_failure, open_file
+from hookbus.checkpoint.rank_lists import RankFile, rank_name, read_rank_files
 from hookbus.checkpoint.tensor_info import TensorInfo, are_sizes
-from hookbus.errors import CorruptCheckpointError, FormatError
+from hookbus.errors import FormatError
 
 FORMAT = 1
 
@@ -41,14 +39,6 @@ class Chunk:
 
 
 Layout = tuple[Chunk, ...]
-
-
-@attrs.frozen
-class RankFile:
-    """The list of what one rank wrote: its size in bytes and its xxh3-128 in hex."""
-
-    bytes: int
-    hash: str
 
 
 @attrs.frozen(eq=False)
@@ -86,7 +76,7 @@ class Shards:
         return {
             "layouts": [[attrs.astuple(each) for each in layout] for layout in self.layouts],
             "of": list(self.of.values()),
-            "ranks": [[rank, file.bytes, file.hash] for rank, file in self.ranks.items()],
+            "ranks": [[rank, *attrs.astuple(file)] for rank, file in self.ranks.items()],
         }
 
     @staticmethod
@@ -106,16 +96,10 @@ class Shards:
             raise FormatError(
                 f"the layout of {wrong[0]!r} is {kept[wrong[0]]!r}, and there is none"
             )
-        files = {}
-        for rank, size, digest in ranks:
-            if (
-                type(rank) is not int
-                or rank < 0
-                or type(size) is not int
-                or type(digest) is not str
-            ):
-                raise FormatError(f"{[rank, size, digest]!r} is no file of a rank")
-            files[rank] = RankFile(size, digest)
+        numbers = [each[0] for each in ranks]
+        if not are_sizes(numbers) or len({*numbers}) < len(numbers):
+            raise FormatError(f"{numbers!r} are no ranks")
+        files = dict(zip(numbers, read_rank_files([each[1:] for each in ranks]), strict=True))
         return Shards(read, kept, files)
 
 
@@ -184,19 +168,11 @@ class StoredChunk:
     offsets: tuple[int, ...]
 
 
-def rank_file_name(rank: int, suffix: str) -> str:
-    return f"rank{rank:05d}.{suffix}"
-
-
 def write_list(rank: int, chunks: Iterable[StoredChunk]) -> bytes:
     """Return the list of what a rank wrote, in the order of its file, as JSON."""
     tensors = {c.info.name: {**c.info.to_json(), "offsets": list(c.offsets)} for c in chunks}
     written = {"format": FORMAT, "rank": rank, "tensors": tensors}
     return json.dumps(written, separators=(",", ":")).encode() + b"\n"
-
-
-def describe_list(data: bytes) -> RankFile:
-    return RankFile(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 def read_list(folder: Path, rank: int, file: RankFile) -> dict[str, StoredChunk]:
@@ -206,16 +182,8 @@ def read_list(folder: Path, rank: int, file: RankFile) -> dict[str, StoredChunk]
         CorruptCheckpointError: the list is missing, or a byte of it is not what was written.
         FormatError: no version could have written it.
     """
-    path = folder / rank_file_name(rank, "json")
-    try:
-        with os.fdopen(open_file(path), "rb") as opened:
-            data = opened.read(file.bytes + 1)
-    except OSError as error:
-        raise describe_failure(path, error) from error
-    if describe_list(data) != file:
-        raise CorruptCheckpointError(
-            f"{path}: its hash does not fit its bytes: changed or cut short"
-        )
+    path = folder / rank_name(rank, "json")
+    data = file.read(path)
     try:
         written = json.loads(data)
         if (written["format"], written["rank"]) != (FORMAT, rank):

@@ -35,10 +35,21 @@ damage to one is damage to one checkpoint, is worth more than their space."""
 
 @attrs.frozen(eq=False)
 class Part:
-    """A state to write, and the version of its layout."""
+    """A state to write, and the version of its layout.
+
+    ``per_rank`` says that each process has its own; ``None``, that it has where they differ.
+    ``uncompared`` are the names of tensors that are rank 0's though they may differ.
+    """
 
     flat: Flat
     version: int
+    per_rank: bool | None = False
+    uncompared: frozenset[str] = frozenset()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each of several processes has a piece of some tensor."""
+        return bool(self.flat.cuts)
 
 
 @attrs.frozen(eq=False)
@@ -85,58 +96,132 @@ def write_checkpoint(
         StateError: ``progress``, ``metrics`` or ``settings`` hold what cannot be stored.
         WriteError: ``run`` is not there, or the disk refused; nothing is left behind.
     """
-    check_names([section.name for section in sections])
-    file_names = _name_files(sections)
-    manifest = Manifest(
+    draft = Draft.make(
+        run,
+        sections,
+        previous,
         run_id=run_id,
         step=step,
-        serial=0,
-        created=datetime.now(UTC),
+        progress=progress,
+        metrics=metrics,
+        settings=settings,
+        versions=versions,
         why=why,
         tag=tag,
-        notes=list(notes),
+        notes=notes,
         world_size=world_size,
-        progress=_write_plain("progress", progress),
-        metrics=_write_plain("metrics", _take_numbers(metrics)),
-        settings=_write_plain("settings", settings),
-        versions=dict(versions),
-        sections={},
     )
-    if not run.is_dir():  # one that somebody took away is not made anew behind their back
-        raise WriteError(errno.ENOENT, "the run directory is gone; nothing is written", str(run))
-    serial = run_directory.next_serial(run, step)
-    if previous is not None and previous.step == step:
-        serial = max(serial, previous.serial + 1)  # whatever its folder is called by now
-    final = run / folder_name(step, serial)
-    files_before = _list_files(previous)
-    with run_directory.temporary_folder(run, final.name) as folder:
-        written: dict[str, SectionManifest] = {}
-        new_bytes = 0
+    with run_directory.temporary_folder(run, draft.final.name) as folder:
+        parts = draft.write_parts(folder, sections, previous, on_bytes)
+        return draft.commit(folder, sections, parts, before_commit)
+
+
+Parts = dict[tuple[str, str | None], PartInfo]
+
+
+@attrs.define(eq=False)
+class Draft:
+    """A checkpoint that is being written: what its manifest says but for its sections."""
+
+    run: Path
+    final: Path
+    manifest: Manifest
+    file_names: dict[tuple[str, str | None], str]
+    new_bytes: int = 0
+
+    @classmethod
+    def make(
+        cls,
+        run: Path,
+        sections: Sequence[Section],
+        previous: Checkpoint | None,
+        *,
+        run_id: str,
+        step: int,
+        progress: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        settings: Mapping[str, Any],
+        versions: Mapping[str, str],
+        why: str,
+        tag: str | None,
+        notes: Sequence[str],
+        world_size: int,
+    ) -> Draft:
+        check_names([section.name for section in sections])
+        file_names = _name_files(sections)
+        manifest = Manifest(
+            run_id=run_id,
+            step=step,
+            serial=0,
+            created=datetime.now(UTC),
+            why=why,
+            tag=tag,
+            notes=list(notes),
+            world_size=world_size,
+            progress=_write_plain("progress", progress),
+            metrics=_write_plain("metrics", _take_numbers(metrics)),
+            settings=_write_plain("settings", settings),
+            versions=dict(versions),
+            sections={},
+        )
+        if not run.is_dir():  # one that somebody took away is not made anew behind their back
+            raise WriteError(
+                errno.ENOENT, "the run directory is gone; nothing is written", str(run)
+            )
+        serial = run_directory.next_serial(run, step)
+        if previous is not None and previous.step == step:
+            serial = max(serial, previous.serial + 1)  # whatever its folder is called by now
+        manifest = attrs.evolve(manifest, serial=serial)
+        return cls(run, run / folder_name(step, serial), manifest, file_names)
+
+    def write_parts(
+        self,
+        folder: Path,
+        sections: Sequence[Section],
+        previous: Checkpoint | None,
+        on_bytes: Callable[[int], None] | None,
+    ) -> Parts:
+        """Write the parts that are of all ranks; one process has no others."""
+        files_before, parts = _list_files(previous), Parts()
         for section in sections:
-            parts = {}
             for name, part in section.parts.items():
-                path = folder / file_names[section.name, name]
+                if (part.per_rank or part.is_sharded) and self.manifest.world_size > 1:
+                    continue
+                path = folder / self.file_names[section.name, name]
                 before = files_before.get((section.name, name))
                 shared = _share_part(path, part, before, on_bytes)
-                parts[name] = shared or _write_part(path, part, on_bytes)
-                new_bytes += 0 if shared else part.flat.bytes
-            written[section.name] = SectionManifest(
+                parts[section.name, name] = shared or write_part(path, path.name, part, on_bytes)
+                self.new_bytes += 0 if shared else part.flat.bytes
+        return parts
+
+    def commit(
+        self,
+        folder: Path,
+        sections: Sequence[Section],
+        parts: Parts,
+        before_commit: Callable[[], None],
+    ) -> Checkpoint:
+        """Write the manifest, bring all to the disk, and give the folder its final name."""
+        written = {
+            section.name: SectionManifest(
                 kind=section.kind,
                 plugin=section.plugin,
                 distribution=section.distribution,
                 distribution_version=section.distribution_version,
-                parts=parts,
+                parts={name: parts[section.name, name] for name in section.parts},
             )
-        manifest = attrs.evolve(manifest, serial=serial, sections=written)
+            for section in sections
+        }
+        manifest = attrs.evolve(self.manifest, sections=written)
         sealed = manifest.seal()
         files.write_file(folder / NAME, [sealed])
         files.sync_folder(folder)
         before_commit()
-        files.rename_folder(folder, final)
-        files.sync_folder(run)
-    checkpoint = Checkpoint(final, manifest, sealed[-SEAL:])
-    checkpoint.written = new_bytes
-    return checkpoint
+        files.rename_folder(folder, self.final)
+        files.sync_folder(self.run)
+        checkpoint = Checkpoint(self.final, manifest, sealed[-SEAL:])
+        checkpoint.written = self.new_bytes
+        return checkpoint
 
 
 def _name_files(sections: Sequence[Section]) -> dict[tuple[str, str | None], str]:
@@ -203,7 +288,10 @@ def _share_part(
     return PartInfo(part.version, part.flat.tree, file, info.tensors)
 
 
-def _write_part(path: Path, part: Part, on_bytes: Callable[[int], None] | None) -> PartInfo:
+def write_part(
+    path: Path, name: str, part: Part, on_bytes: Callable[[int], None] | None
+) -> PartInfo:
+    """Write the tensors of a part, if it has any; the checkpoint calls the file ``name``."""
     tensors = part.flat.tensors
     infos = [describe(name, tensors[name]) for name in order_names(tensors.items())]
     if not infos:
@@ -223,7 +311,7 @@ def _write_part(path: Path, part: Part, on_bytes: Callable[[int], None] | None) 
 
     files.write_file(path, list_pieces())
     stored = {info.name: attrs.evolve(info, hash=hashes[info.name]) for info in infos}
-    return PartInfo(part.version, part.flat.tree, describe_file(path.name, infos), stored)
+    return PartInfo(part.version, part.flat.tree, describe_file(name, infos), stored)
 
 
 def _write_plain(what: str, values: Mapping[str, Any]) -> Any:

@@ -1,0 +1,389 @@
+"""The processes of one run: who they are, what they agree on, and how one's error reaches all.
+
+One process has nobody to ask, and every method returns at once. Several meet in a gloo group of
+their own, which all of them make at the first resume; nothing is ever sent in the default group,
+in which training may be under way.
+
+A meeting is named by its place, so that ranks that went different ways are told, and not left to
+wait for each other. A rank that breaks tells the others where they meet next, and leaves word in
+the store for those that wait for it elsewhere: they learn it when the connection to it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import traceback
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import attrs
+import xxhash
+
+from hookbus import errors
+from hookbus.errors import HookbusError, RankError
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+_Error = TypeVar("_Error", bound=BaseException)
+
+PATIENCE = timedelta(seconds=5)
+"""How long a rank that broke waits for the others to hear of it; the store keeps it for them."""
+
+_ENDS = (KeyboardInterrupt, SystemExit, GeneratorExit)  # the process is to end, and tells nobody
+
+
+class Ranks:
+    """One process alone: it is rank 0 of 1 and agrees with itself."""
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what is done once."""
+        return self.rank == 0
+
+    @property
+    def is_current(self) -> bool:
+        """Whether these are still the processes of the run."""
+        return not _is_distributed()
+
+    def any(self, place: str, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return flag
+
+    def largest(self, place: str, number: int) -> int:
+        """Return the largest of the ranks' numbers."""
+        return number
+
+    def gather(self, place: str, value: _T) -> list[_T]:
+        """Return what each rank gives, by rank."""
+        return [value]
+
+    def share(self, place: str, value: _T) -> _T:
+        """Return what rank 0 gives."""
+        return value
+
+    def agree(self, place: str, values: Mapping[str, object]) -> None:
+        """Compare plain values across the ranks.
+
+        Raises:
+            RankError: they differ; on all ranks, and it names ranks and values.
+        """
+
+    @contextlib.contextmanager
+    def together(self, place: str) -> Iterator[None]:
+        """Raise on all ranks what is raised in here on one.
+
+        Raises:
+            RankError: another rank broke, with its traceback as a note; or it is gone.
+        """
+        yield
+
+    def exchange(self, work: Callable[[], _T], decide: Callable[[list[_T]], Sequence[_R]]) -> _R:
+        """Do ``work`` on every rank and ``decide`` on rank 0, which returns something for each.
+
+        What is raised on one rank is raised on all.
+        """
+        return decide([work()])[0]
+
+    def leave_word(self, where: str, error: BaseException) -> None:
+        """Leave word of an error for ranks that lose this one."""
+
+    def make_others(self) -> Ranks:
+        """Make a group of the same ranks for another thread; all of them call it."""
+        return self
+
+    def close(self) -> None:
+        """Let the group go: ranks that wait in it learn that this one does not come."""
+
+
+ALONE = Ranks()
+
+
+def find_ranks(known: Ranks = ALONE) -> Ranks:
+    """Return the ranks of this run, as they are now; several make their group, all together."""
+    if known.is_current:
+        return known
+    known.close()
+    return ManyRanks() if _is_distributed() else ALONE
+
+
+def _is_distributed() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@attrs.frozen
+class _Fault:
+    """What a rank broke with."""
+
+    rank: int
+    where: str
+    kind: str
+    text: str
+    trace: str
+
+    @classmethod
+    def make(cls, rank: int, where: str, error: BaseException) -> _Fault:
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, where, type(error).__name__, str(error), trace)
+
+    def to_error(self, more: str = "") -> RankError:
+        """Return it for another rank: of the same kind, where that is one of ours."""
+        text = f"rank {self.rank} broke in {self.where}: {self.kind}: {self.text}{more}"
+        ours = getattr(errors, self.kind, None)
+        if isinstance(ours, type) and issubclass(ours, HookbusError) and self.kind != "ManyErrors":
+            error = _find_kind(ours)(text)
+        else:
+            error = RankError(text)
+        error.add_note(f"on rank {self.rank}:\n{self.trace}")
+        return error
+
+
+def _find_kind(kind: type[HookbusError]) -> type[RankError]:
+    if issubclass(kind, RankError):
+        return kind
+    return type("RankError", (RankError, kind), {"__module__": __name__})
+
+
+class ManyRanks(Ranks):
+    """Several processes, in a gloo group of their own."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        self._default = dist.group.WORLD
+        self._group: Any = dist.new_group(backend="gloo", group_desc="hookbus")
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._lost: str | None = None
+        self._meetings = 0
+        self._store: Any = dist.distributed_c10d._get_default_store()
+        token = self.share("the first meeting", uuid.uuid4().hex)
+        self._store = dist.distributed_c10d.PrefixStore(f"hookbus-{token}", self._store)
+
+    @property
+    def is_current(self) -> bool:
+        import torch.distributed as dist
+
+        return dist.is_initialized() and dist.group.WORLD is self._default
+
+    def any(self, place: str, flag: bool) -> bool:
+        return bool(self._meet(place, int(flag)))
+
+    def largest(self, place: str, number: int) -> int:
+        return self._meet(place, number)
+
+    def gather(self, place: str, value: _T) -> list[_T]:
+        self._meet(place)
+        return self._gather(place, value)
+
+    def share(self, place: str, value: _T) -> _T:
+        import torch.distributed as dist
+
+        self._meet(place)
+        values: list[Any] = [value]
+        with self._heeding(place):
+            dist.broadcast_object_list(values, group=self._group, group_src=0)
+        return cast(_T, values[0])
+
+    def agree(self, place: str, values: Mapping[str, object]) -> None:
+        texts = {name: json.dumps(value, default=str) for name, value in values.items()}
+        digests = {name: xxhash.xxh3_128_hexdigest(text.encode()) for name, text in texts.items()}
+        given = self.gather(place, digests)
+        names = dict.fromkeys(name for each in given for name in each)
+        differing = [name for name in names if len({each.get(name) for each in given}) > 1]
+        if not differing:
+            return
+        told = self.gather(f"{place}, what differs", {n: texts.get(n) for n in differing})
+        lines = [_tell_difference(name, [each[name] for each in told]) for name in differing]
+        raise self._note_told(RankError(f"{place}: the ranks differ: {'; '.join(lines)}"))
+
+    @contextlib.contextmanager
+    def together(self, place: str) -> Iterator[None]:
+        since = self._meetings
+        try:
+            yield
+        except _ENDS as end:
+            self.leave_word(place, end)
+            raise
+        except BaseException as error:  # torch has errors that are no Exception
+            if not self._was_told(error, since):
+                self._tell(place, error)
+            raise
+        if self._meet(place):
+            raise self._hear(place, None)
+
+    def exchange(self, work: Callable[[], _T], decide: Callable[[list[_T]], Sequence[_R]]) -> _R:
+        import torch.distributed as dist
+
+        sent: list[Any] | None = [None] * self.world_size if self.is_first else None
+        with self.together("an exchange: work"):
+            done = work()
+        with self._heeding("an exchange"):
+            dist.gather_object(done, sent, group=self._group, group_dst=0)
+        answers: list[Any] | None = None
+        with self.together("an exchange: decision"):
+            if sent is not None:
+                answers = list(decide(sent))
+        taken: list[Any] = [None]
+        with self._heeding("an exchange"):
+            dist.scatter_object_list(taken, answers, group=self._group, group_src=0)
+        return cast(_R, taken[0])
+
+    def leave_word(self, where: str, error: BaseException) -> None:
+        fault = _Fault.make(self.rank, where, error)
+        with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone too
+            self._store.compare_set("broke", "", json.dumps(attrs.asdict(fault)))
+
+    def make_others(self) -> Ranks:
+        return ManyRanks()
+
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        group, self._group = self._group, None
+        self._lost = self._lost or "the bus was closed"
+        if group is not None and self.is_current:
+            dist.destroy_process_group(group)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _meet(
+        self, place: str, number: int = 0, *, fault: _Fault | None = None, in_time: bool = True
+    ) -> int:
+        """Meet the others at a place; return the largest of the ranks' numbers.
+
+        Raises:
+            RankError: a rank is gone, or is somewhere else.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if self._lost is not None:
+            raise RankError(f"{place}: {self._lost}")
+        code = xxhash.xxh3_64_intdigest(place.encode()) >> 2
+        # Of all ranks the largest; so also the smallest code, with its sign turned.
+        header = torch.tensor([code, -code, number], dtype=torch.int64, device="cpu")
+        with self._heeding(place):
+            work = dist.all_reduce(header, dist.ReduceOp.MAX, group=self._group, async_op=True)
+            assert work is not None
+            if in_time:
+                work.wait()
+            else:
+                work.wait(PATIENCE)
+        self._meetings += 1
+        largest, smallest, found = header.tolist()
+        if largest != -smallest:
+            raise self._tell_places(place, fault)
+        return int(found)
+
+    def _gather(self, place: str, value: _T) -> list[_T]:
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size
+        with self._heeding(place):
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def _tell(self, place: str, error: BaseException) -> None:
+        """Let the others know where they meet next, if they come soon."""
+        self.leave_word(place, error)
+        fault = _Fault.make(self.rank, place, error)
+        with contextlib.suppress(RankError):  # they are gone, or elsewhere: the first error counts
+            self._meet(place, 1, fault=fault, in_time=False)
+            self._hear(place, fault)
+        self._note_told(error)
+
+    def _hear(self, place: str, fault: _Fault | None) -> RankError:
+        """Return the error for what other ranks broke with."""
+        faults = [each for each in self._gather(place, fault) if each is not None]
+        others = ", ".join(str(each.rank) for each in faults[1:])
+        more = f" (and so did {others})" if others else ""
+        return self._note_told(faults[0].to_error(more))
+
+    def _tell_places(self, place: str, fault: _Fault | None) -> RankError:
+        told = self._gather(place, (place, fault))
+        faults = [each for _, each in told if each is not None]
+        if faults:
+            return self._note_told(faults[0].to_error())
+        places = [where for where, _ in told]
+        return self._note_told(
+            RankError(f"the ranks are at different places: {_tell_difference('', places)}")
+        )
+
+    def _note_told(self, error: _Error) -> _Error:
+        """Note that all ranks know of it, so that nobody tells it again."""
+        with contextlib.suppress(AttributeError):
+            error._told_at_meeting = self._meetings  # type: ignore[attr-defined]
+        return error
+
+    def _was_told(self, error: BaseException | None, since: int) -> bool:
+        """Whether an error, or what led to it, was told since then; nobody is left to tell it."""
+        while error is not None:
+            if getattr(error, "_told_at_meeting", -1) > since or self._lost is not None:
+                return True
+            error = error.__cause__ or error.__context__
+        return False
+
+    @contextlib.contextmanager
+    def _heeding(self, place: str) -> Iterator[None]:
+        """Turn the end of a connection into an error that says who is gone, and why."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._lost = self._explain_loss(str(error).strip().splitlines()[0])
+            raise RankError(f"{place}: {self._lost}") from error
+
+    def _explain_loss(self, text: str) -> str:
+        with contextlib.suppress(RuntimeError, ValueError, TypeError):
+            if self._store.check(["broke"]):
+                fault = _Fault(**json.loads(self._store.get("broke")))
+                if fault.rank != self.rank:
+                    return (
+                        f"rank {fault.rank} is gone: it broke in {fault.where}: {fault.kind}:"
+                        f" {fault.text}\n{fault.trace}"
+                    )
+            missing = self._call_roll()
+            if missing:
+                return f"rank {', '.join(map(str, missing))} is gone ({text})"
+        return f"a rank is gone ({text})"
+
+    def _call_roll(self) -> list[int]:
+        """Return the ranks that do not answer within two seconds."""
+        self._store.set(f"here/{self.rank}", "1")
+        keys = [f"here/{rank}" for rank in range(self.world_size)]
+        with contextlib.suppress(RuntimeError):
+            self._store.wait(keys, timedelta(seconds=2))
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+
+def _tell_difference(name: str, values: Sequence[object]) -> str:
+    """Say which ranks have which value; rank 0's first."""
+    ranks: dict[object, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    texts = [
+        f"{_shorten(value, next(iter(ranks)))} on rank {_list_some(who)}"
+        for value, who in list(ranks.items())[:4]
+    ]
+    return f"{name} {', '.join(texts)}".strip()
+
+
+def _list_some(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:4])) + (f" and {len(ranks) - 4} more" if ranks[4:] else "")
+
+
+def _shorten(value: object, other: object) -> str:
+    """Return a value, as far as it begins to differ from another where it is long."""
+    text, beside = str(value), str(other)
+    if len(text) <= 200:
+        return text
+    pairs = enumerate(zip(text, beside, strict=False))
+    start = max(next((i for i, (a, b) in pairs if a != b), 0) - 40, 0)
+    return ("…" if start else "") + text[start : start + 160] + "…"
