@@ -2,7 +2,7 @@
 
 from builtin_plugins.callbacks import Callbacks
 from builtin_plugins.datamodule import DataModule
-from builtin_plugins.keep import KeepBest, KeepEvery, KeepLast, KeepTagged
+from builtin_plugins.keep import Keep, KeepBest, KeepEvery, KeepLast, KeepTagged
 from builtin_plugins.loader import Loader
 from builtin_plugins.loop import Loop
 from builtin_plugins.model import Model
@@ -16,7 +16,7 @@ from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
 from builtin_plugins.strategy_fsdp2 import FSDP2
-from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, OverheadTarget
+from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, Moment, OverheadTarget, When
 
 __all__ = [
     "AttachedGenerator",
@@ -26,6 +26,7 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "FSDP2",
+    "Keep",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
@@ -33,6 +34,7 @@ __all__ = [
     "Loader",
     "Loop",
     "Model",
+    "Moment",
     "Optimizer",
     "OverheadTarget",
     "Precision",
@@ -45,4 +47,5 @@ __all__ = [
     "Strategy",
     "TensorState",
     "Values",
+    "When",
 ]

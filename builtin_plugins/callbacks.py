@@ -33,7 +33,8 @@ class Callbacks:
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
         callbacks = self._find_keys()
-        save.write({key: callback.state_dict() for key, callback in callbacks.items()})
+        states = {key: callback.state_dict() for key, callback in callbacks.items()}
+        save.write(states, per_rank=None)
         save.write({key: type(c).__name__ for key, c in callbacks.items()}, part="classes")
 
     @hookbus.hookimpl

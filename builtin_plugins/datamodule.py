@@ -36,7 +36,7 @@ class DataModule:
         if hasattr(self.component, "on_save_checkpoint"):
             state["checkpoint"] = {}
             self.component.on_save_checkpoint(state["checkpoint"])
-        save.write(state)
+        save.write(state, per_rank=None)
 
     @hookbus.hookimpl
     def check_state(self, resume: hookbus.Resume) -> None:

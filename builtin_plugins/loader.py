@@ -78,7 +78,7 @@ class Loader:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        save.write(self.read_state(), per_rank=True)
+        save.write(self.read_state(), per_rank=None)
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:

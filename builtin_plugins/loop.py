@@ -53,6 +53,11 @@ class Loop:
         return self._course.at.step
 
     @property
+    def epoch_ended(self) -> bool:
+        """Whether this is the end of an epoch: of its own code, or of its last step in `steps`."""
+        return self._course.epoch_ended
+
+    @property
     def samples(self) -> int:
         """How many samples were handed out: indices, or the first dimension of the tensors."""
         return self._course.at.samples
@@ -180,7 +185,7 @@ class Loop:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        save.write(self._course.read_state(), per_rank=True)
+        save.write(self._course.read_state(), per_rank=None)
 
     @hookbus.hookimpl(tryfirst=True)
     def note_streams(self, slot: str) -> Mapping[str, str]:

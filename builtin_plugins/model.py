@@ -16,6 +16,7 @@ from builtin_plugins.module_state import (
     compare_frozen,
     compare_ties,
     describe_lazy,
+    find_buffers,
     find_frozen,
     fits,
     list_extra_buffers,
@@ -81,7 +82,11 @@ class Model:
         named = drop_wrappers_of_keys(module, checkpoint.pop("state_dict"))
         frozen = find_frozen(module)
         apart = frozen if self.trainable_only or self.frozen_apart else ()
-        save.write({name: value for name, value in named.items() if name not in apart})
+        own = [name for name in find_buffers(module) if name in named]
+        save.write({n: v for n, v in named.items() if n not in apart}, uncompared=own)
+        if save.world_size > 1 and own:
+            # Each process has seen data of its own; the weights' file has those of the first.
+            save.write({name: named[name] for name in own}, part="buffers", per_rank=None)
         if self.frozen_apart:
             save.write({name: named[name] for name in named if name in apart}, part="frozen")
         rest = {
@@ -97,7 +102,7 @@ class Model:
             },
             "checkpoint": checkpoint,
         }
-        save.write(rest, part="rest")
+        save.write(rest, part="rest", per_rank=None)
 
     @hookbus.hookimpl
     def on_setup(self, stage: str) -> None:
@@ -175,6 +180,11 @@ class Model:
                     if names[name] in live and fits(info, live[names[name]])
                 }
                 resume.read_into(fitting, part, partial=not self.strict)
+        if "buffers" in resume.parts and _goes_on(resume) and not resume.is_new_rank:
+            live = drop_wrappers_of_keys(module, module.state_dict())
+            saved = {rename(name, self.rename): name for name in resume.metadata("buffers").state}
+            own = {name: live[new] for new, name in saved.items() if new in live}
+            resume.read_into(own, "buffers", partial=True)
         restore_extra_buffers(module, self._rename_keys(rest["buffers"]))
         if _goes_on(resume):
             changed = restore_training(module, self._rename_keys(rest["training"]))

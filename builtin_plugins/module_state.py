@@ -41,6 +41,15 @@ def find_frozen(module: nn.Module) -> set[str]:
     return {drop_wrappers(module, path) for path, p in parameters if not p.requires_grad}
 
 
+def find_buffers(module: nn.Module) -> set[str]:
+    """Return the names of all buffers."""
+    return {
+        f"{name}.{key}" if name else key
+        for _, name, owner in list_modules(module)
+        for key in owner._buffers
+    }
+
+
 def list_lazy(module: nn.Module, *, loading: bool = False) -> list[str]:
     """Name the tensors that have no shape yet; with ``loading`` those that a load gives none.
 

@@ -54,7 +54,7 @@ class _Slots:
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
         slots = {slot: self._slots[slot] for slot in SLOTS if slot in self._slots}
-        save.write(slots, per_rank=True)
+        save.write(slots, per_rank=None)
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:

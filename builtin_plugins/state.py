@@ -41,7 +41,7 @@ class Values:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        save.write(self.component)
+        save.write(self.component, per_rank=None)
         _write_class(save, self.component)
 
     @hookbus.hookimpl
@@ -78,7 +78,7 @@ class TensorState:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        save.write(self._make_tree())
+        save.write(self._make_tree(), per_rank=None)
         _write_class(save, self.component)
 
     @hookbus.hookimpl
@@ -108,7 +108,7 @@ class Stateful:
 
     @hookbus.hookimpl
     def save_state(self, save: hookbus.Save) -> None:
-        save.write(self.component.state_dict())
+        save.write(self.component.state_dict(), per_rank=None)
         _write_class(save, self.component)
 
     @hookbus.hookimpl

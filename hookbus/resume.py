@@ -65,6 +65,7 @@ class Resume:
     _took: dict[str, tuple[str, float]] = attrs.field(factory=dict, repr=False, init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._choose_rank()
         if self.checkpoint is None:
             self.sequence.skippable = RESTORE_EVENTS
         elif self.stage != "fit":
@@ -80,6 +81,19 @@ class Resume:
     @property
     def step(self) -> int:
         return 0 if self.checkpoint is None or self.fresh else self.checkpoint.step
+
+    @property
+    def rank(self) -> int:
+        """Which of the processes of the run this is, from 0."""
+        return self.ranks.rank
+
+    @property
+    def is_new_rank(self) -> bool:
+        """Whether the checkpoint was saved by fewer processes, and this is one that it knows not.
+
+        It reads what rank 0 had of its own.
+        """
+        return self.checkpoint is not None and self.ranks.rank >= self.checkpoint.world_size
 
     @property
     def set_up(self) -> bool:
@@ -282,6 +296,7 @@ class Resume:
         """Read from an older checkpoint, since the one that was chosen is damaged."""
         assert choice.checkpoint is not None
         self.checkpoint = choice.checkpoint
+        self._choose_rank()
         self.report.checkpoint, self.report.step = str(choice.checkpoint.path), self.step
 
     def complete_report(self) -> None:
@@ -332,6 +347,10 @@ class Resume:
     def grown_up(self) -> bool:
         """Whether every component that will ever come must be there by now."""
         return not self._may_grow or "configure_sharded" in self.sequence.fired
+
+    def _choose_rank(self) -> None:
+        if self.checkpoint is not None:
+            self.checkpoint.rank = 0 if self.is_new_rank else self.ranks.rank
 
     def _who(self) -> Registered:
         if not self._asking:

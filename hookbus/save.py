@@ -16,12 +16,13 @@ class Save:
     """One save on its way.
 
     ``step`` and ``metrics`` are those of the checkpoint that is being made; ``components`` are
-    the live objects on the bus by name.
+    the live objects on the bus by name; ``world_size`` is the number of processes that save it.
     """
 
     step: int
     metrics: Mapping[str, float]
     components: Mapping[str, object] = attrs.field(repr=False)
+    world_size: int = 1
     _asking: list[Registered] = attrs.field(factory=list, repr=False, init=False)
     _parts: dict[Registered, dict[str | None, Part]] = attrs.field(
         factory=dict, repr=False, init=False

@@ -1,0 +1,88 @@
+"""Trains a small network in several processes, plainly and on a bus, and tells every bit of it.
+
+Started by torchrun, with what to do and a folder as arguments.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from crew import tell
+from exact import CUT, Parts, list_places, run_bus, run_plain
+from scenes import make_body
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import data
+
+SAMPLES, BATCH = 48, 4
+
+
+class Points(data.Dataset):
+    """float32 [4] a sample."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((4,), float(index))
+
+
+def build() -> Parts:
+    """Dropout and batch norm, whose numbers differ on each rank, and AdamW with a schedule."""
+    rank = dist.get_rank()
+    model = nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1)
+    )
+    parallel = DistributedDataParallel(model)
+    torch.manual_seed(torch.initial_seed() + 1000 * rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+    points = Points()
+    sampler = data.DistributedSampler(points, seed=3)
+    loader = data.DataLoader(points, batch_size=BATCH, sampler=sampler)
+    seen = {"loss": 0.0}
+    step = make_body(parallel, optimizer)
+
+    def body(batch: int, x: torch.Tensor) -> None:
+        step(batch, x)
+        scheduler.step()
+        seen["loss"] += float(x.sum())  # of this rank's own samples
+
+    attached = {
+        "model": parallel,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "data": loader,
+        "seen": seen,
+    }
+    return Parts(attached, loader, body, head=sampler.set_epoch, epochs=2)
+
+
+def shorten(digest: list[Any]) -> str:
+    return "cut" if digest is CUT else hashlib.sha256(repr(digest).encode()).hexdigest()
+
+
+def check_exact(folder: Path) -> dict[str, Any]:
+    """Run plainly, saving everywhere, and go on from every place with another seed."""
+    told: dict[str, Any] = {"plain": shorten(run_plain(build))}
+    places = list_places(build)
+    told["saving"] = shorten(run_bus(build, folder / "saving", saves=places))
+    told["behind"] = shorten(run_bus(build, folder / "behind", saves=places[::3], wait=False))
+    for number in range(0, len(places), 3):
+        run = folder / f"cut-{number}"
+        assert run_bus(build, run, cut=places[number]) is CUT
+        told[f"cut {places[number]}"] = shorten(run_bus(build, run, seed_number=99))
+    return told
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    tell(globals()[sys.argv[1]](Path(sys.argv[2])))
+    gc.collect()
+    dist.destroy_process_group()
