@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +49,20 @@ class FSDP2:
     def configure_sharded(self, resume: hookbus.Resume) -> None:
         for name, model in self._find_models(resume.components).items():
             is_made = not any(tensor.is_meta for tensor in list_tensors(model))
+            ties = _find_ties(model)
             self._shard(model)
+            if parted := [each for each in ties if each not in _find_ties(model)]:
+                raise MismatchError(
+                    f"{name}: {' and '.join(parted[0])} are one parameter and were sharded apart;"
+                    " name a module in blocks= that holds them all, or none that holds one"
+                )
             if is_made:
                 continue
-            model.to_empty(device=_find_device(model))
+            _make_empty(model, ties)
             if resume.fates.judge(name) != "restored":
-                self._hand_out(name, model)
+                with resume.ranks.together("building the first weights"):
+                    built = self._build(name, model) if resume.ranks.is_first else {}
+                _hand_out(model, built)
 
     def _find_models(self, components: Mapping[str, object]) -> dict[str, nn.Module]:
         models = {
@@ -80,37 +88,54 @@ class FSDP2:
                 fully_shard(module, **options)
         fully_shard(model, **options)
 
-    def _hand_out(self, name: str, model: nn.Module) -> None:
-        """Copy what rank 0 builds into the shards of all, one tensor after the other."""
+    def _build(self, name: str, model: nn.Module) -> dict[str, torch.Tensor]:
         if self.initial is None:
             raise CallError(
                 f"{name} is on the meta device and no weights come back; pass initial=, a function"
                 " that builds it with weights"
             )
-        built = dict[str, torch.Tensor]()
-        if torch.distributed.get_rank() == 0:
-            with torch.random.fork_rng(), torch.device("cpu"):
-                made = self.initial()
-            built = dict(chain(made.named_parameters(), made.named_buffers()))
-        for path, live in chain(model.named_parameters(), model.named_buffers()):
-            whole = torch.empty(live.shape, dtype=live.dtype, device=live.device)
-            if built:
-                if path not in built or built[path].shape != live.shape:
-                    raise MismatchError(f"{name}: initial() built no {path} {list(live.shape)}")
-                whole.copy_(built[path].detach())
-            torch.distributed.broadcast(whole, 0)
-            with torch.no_grad():
-                if is_dtensor(live):
-                    local = live.to_local().detach()
-                    (box,) = live.__create_chunk_list__()
-                    if local.numel():
-                        places = zip(box.offsets, box.sizes, strict=True)
-                        local.copy_(whole[tuple(slice(a, a + n) for a, n in places)])
-                else:
-                    live.copy_(whole)
+        with torch.random.fork_rng(), torch.device("cpu"):
+            made = self.initial()
+        built = dict(_list_tensors(made))
+        for path, live in _list_tensors(model):
+            if path not in built or built[path].shape != live.shape:
+                raise MismatchError(f"{name}: initial() built no {path} {list(live.shape)}")
+        return built
 
 
-def _find_device(model: nn.Module) -> str:
-    """Return where the shards of a model belong."""
+def _list_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+def _find_ties(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    paths: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        paths.setdefault(id(parameter), []).append(path)
+    return [each for each in paths.values() if len(each) > 1]
+
+
+def _make_empty(model: nn.Module, ties: Sequence[Sequence[str]]) -> None:
+    """Give a sharded model memory; what was one parameter stays one."""
     meshes = (each.device_mesh for each in model.parameters() if is_dtensor(each))
-    return next((mesh.device_type for mesh in meshes), "cpu")
+    model.to_empty(device=next((mesh.device_type for mesh in meshes), "cpu"))
+    for first, *others in ties:
+        for path in others:
+            owner, _, key = path.rpartition(".")
+            setattr(model.get_submodule(owner), key, model.get_parameter(first))
+
+
+@torch.no_grad()
+def _hand_out(model: nn.Module, built: Mapping[str, torch.Tensor]) -> None:
+    """Copy what rank 0 built into the shards of all, one tensor after the other."""
+    for path, live in _list_tensors(model):
+        whole = torch.empty(live.shape, dtype=live.dtype, device=live.device)
+        if built:
+            whole.copy_(built[path])
+        torch.distributed.broadcast(whole, 0)
+        if not is_dtensor(live):
+            live.copy_(whole)
+        elif (local := live.to_local()).numel():
+            (box,) = live.__create_chunk_list__()  # as DCP asks it
+            places = zip(box.offsets, box.sizes, strict=True)
+            local.copy_(whole[tuple(slice(start, start + size) for start, size in places)])

@@ -1,0 +1,182 @@
+"""Trains a small network that is sharded over several processes, and tells every bit of it.
+
+Started by torchrun, with what to do and its arguments as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from crew import tell
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import hookbus
+from builtin_plugins import FSDP2, Loop
+
+SIZES = (6, 10, 4, 3)  # divided by no number of ranks evenly, and by some hardly at all
+
+
+class Block(nn.Linear):
+    """What is sharded by itself."""
+
+
+class Net(nn.Module):
+    """Layers of odd sizes, one frozen, one without gradients, two that are one, and a buffer that
+    is in no state_dict.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block(SIZES[0], SIZES[1])
+        self.second = Block(SIZES[1], SIZES[2])
+        self.last = nn.Linear(SIZES[2], SIZES[3], bias=False)
+        self.again = nn.Linear(SIZES[2], SIZES[3], bias=False)
+        self.again.weight = self.last.weight
+        self.unused = nn.Linear(2, 1)
+        self.frozen = nn.Linear(SIZES[3], 5).requires_grad_(False)
+        self.register_buffer("scale", torch.full((SIZES[0],), 0.5), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        hidden = self.second(torch.tanh(self.first(x * self.scale)))
+        return self.frozen(self.last(hidden) + self.again(hidden.sin()))
+
+
+def build(seed: int) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+PLAN = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+
+
+def shard(model: nn.Module, how: str) -> nn.Module:
+    """Spread a model over all ranks in one of the ways that people do."""
+    size = dist.get_world_size()
+    if how == "plain":
+        return model
+    if how == "ddp":
+        return DistributedDataParallel(model, find_unused_parameters=True)
+    if how == "tp":
+        return parallelize_module(model, init_device_mesh("cpu", (size,)), PLAN)
+    if how == "2d":
+        across = 2 if size % 2 == 0 else 1
+        mesh = init_device_mesh("cpu", (size // across, across), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], PLAN)
+        return fully_shard(model, mesh=mesh["dp"])
+    for layer in (model.first, model.second):
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "first": {"weights_first": True},
+    "behind": {},
+    "meta": {"initial": lambda: build(0)},
+}
+
+
+def gather(state: Any) -> Any:
+    """Return a state with every tensor whole, as text that stands for its bits."""
+    if isinstance(state, torch.Tensor):
+        whole = state.full_tensor() if isinstance(state, DTensor) else state
+        data = whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(state.dtype), list(state.shape), hashlib.sha256(data).hexdigest()[:12]]
+    if isinstance(state, dict):
+        return {str(key): gather(each) for key, each in state.items()}
+    if isinstance(state, list | tuple):
+        return [gather(each) for each in state]
+    return state
+
+
+def take_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the bits of weights and moments by names that no wrapper changes."""
+    weights = {k.removeprefix("module."): v for k, v in model.state_dict().items()}
+    moments = {
+        name.removeprefix("module."): optimizer.state.get(parameter, {})
+        for name, parameter in model.named_parameters()
+    }
+    return {"weights": gather(weights), "moments": gather(moments)}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop, steps: int) -> None:
+    for _ in loop.steps(steps):
+        x = torch.randn(4, SIZES[0], generator=torch.Generator().manual_seed(loop.step))
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+
+
+def run(
+    folder: str, how: str, steps: int, *, seed: int = 0, save: bool = True, **options: Any
+) -> dict[str, Any]:
+    """Go on with a run for some steps, and tell the bits right after the resume and at the end."""
+    with torch.device("meta" if how == "meta" else "cpu"):
+        model = build(seed)
+    with hookbus.HookBus() as bus:
+        loop = Loop()
+        bus.attach(model=model, loop=loop)
+        events = Events()
+        bus.register(events, "events")
+        if how in STRATEGIES:
+            bus.register(FSDP2((Block,), **STRATEGIES[how]), "strategy")
+        with bus.resuming(folder, **options) as resume:
+            resume.configure_sharded(
+                None if how in STRATEGIES else lambda resume: shard(model, how)
+            )
+            model = bus.components["model"]
+            optimizer = make_optimizer(model)
+            bus.attach(optimizer=optimizer)
+        told = {"step": loop.step, "before": take_bits(model, optimizer), "events": events.fired}
+        train(model, optimizer, loop, steps)
+        if save:
+            bus.save()
+        told["after"] = take_bits(model, optimizer)
+    return told
+
+
+class Events:
+    """Writes down which restore events fire."""
+
+    def __init__(self) -> None:
+        self.fired: list[str] = []
+
+    @hookbus.hookimpl
+    def restore_model(self) -> None:
+        self.fired.append("restore_model")
+
+    @hookbus.hookimpl
+    def configure_sharded(self) -> None:
+        self.fired.append("configure_sharded")
+
+
+def runs(folder: str, hows: list[str], steps: int, seed: int) -> dict[str, Any]:
+    """Go on with copies of a run in several ways, in one start of the processes."""
+    return {how: run(f"{folder}-{how}", how, steps, seed=seed, save=False) for how in hows}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    given = json.loads(sys.argv[2])
+    function: Callable[..., Any] = globals()[sys.argv[1]]
+    tell(function(**given))
+    gc.collect()  # what is sharded must be gone before its processes part
+    dist.destroy_process_group()
