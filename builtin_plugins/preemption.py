@@ -33,6 +33,9 @@ class Preemption:
     last safe point is handed to them. ``caught`` is the one that came, if any, for code that takes
     long and has no safe point of its own.
 
+    Of several processes one signal to one of them is enough: all save at the same safe point, and all
+    end so.
+
     Have SIGTERM sent to the training process alone, and not to its group: a loader's workers end on
     it, and training breaks without them.
 
@@ -94,9 +97,12 @@ class Preemption:
         now = time.monotonic()
         self._longest_way = max(self._longest_way, now - self._passed_at)
         self._passed_at = now
-        if self.caught is None or self._bus is None:
+        if self._bus is None:
             return
-        number, name = self.caught, _name(self.caught)
+        number = self._bus.ranks.largest("has a signal come?", self.caught or 0)
+        if not number:
+            return
+        name = _name(number)
         # Written here and now, with whatever else was asked for in this body. That one behind
         # training has failed was told, and keeps nobody from saving.
         with contextlib.suppress(SaveError):

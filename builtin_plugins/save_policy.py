@@ -75,8 +75,8 @@ class SavePolicy:
 
     @hookbus.hookimpl
     def safe_point(self, loop: Any) -> None:
-        if self.when is None or self._bus is None:
-            return
+        if self.when is None or self._bus is None or not self._bus.ranks.is_first:
+            return  # of several processes the first decides: each has a clock of its own
         moment = Moment(
             step=loop.step,
             step_before=self._step_before,
@@ -102,7 +102,7 @@ class SavePolicy:
         self._note_cost(checkpoint.blocked, checkpoint.seconds, time.monotonic() - started)
 
     def _delete_others(self, checkpoint: hookbus.Checkpoint) -> None:
-        if self.keep is None or self._bus is None:
+        if self.keep is None or self._bus is None or not self._bus.ranks.is_first:
             return
         ours = [each for each in self._checkpoints if each.run_id == checkpoint.run_id]
         # What is not deleted yet is asked for again.

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -295,9 +297,12 @@ class ManyRanks(Ranks):
         """Let the others know where they meet next, if they come soon."""
         self.leave_word(place, error)
         fault = _Fault.make(self.rank, place, error)
-        with contextlib.suppress(RankError):  # they are gone, or elsewhere: the first error counts
+        try:
             self._meet(place, 1, fault=fault, in_time=False)
             self._hear(place, fault)
+        except RankError as other:
+            if self._lost is not None:  # that may be why this one broke
+                error.add_note(str(other))
         self._note_told(error)
 
     def _hear(self, place: str, fault: _Fault | None) -> RankError:
@@ -337,7 +342,8 @@ class ManyRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
-            self._lost = self._explain_loss(str(error).strip().splitlines()[0])
+            text = re.sub(r"^\[[^ ]*\] | This is typically .*", "", str(error).splitlines()[0])
+            self._lost = self._explain_loss(text.rstrip("."))
             raise RankError(f"{place}: {self._lost}") from error
 
     def _explain_loss(self, text: str) -> str:
@@ -351,15 +357,17 @@ class ManyRanks(Ranks):
                     )
             missing = self._call_roll()
             if missing:
-                return f"rank {', '.join(map(str, missing))} is gone ({text})"
+                who = ", ".join(map(str, missing))
+                return f"a rank is gone, and rank {who} gives no answer ({text})"
         return f"a rank is gone ({text})"
 
     def _call_roll(self) -> list[int]:
-        """Return the ranks that do not answer within two seconds."""
+        """Return the ranks that do not answer within a second."""
         self._store.set(f"here/{self.rank}", "1")
         keys = [f"here/{rank}" for rank in range(self.world_size)]
-        with contextlib.suppress(RuntimeError):
-            self._store.wait(keys, timedelta(seconds=2))
+        deadline = time.monotonic() + 1
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(0.02)
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
 
