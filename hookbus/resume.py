@@ -53,6 +53,7 @@ class Resume:
     _entries: Callable[[], AbstractSequence[Registered]] = attrs.field(repr=False, alias="entries")
     _fire: Callable[..., Any] = attrs.field(repr=False, alias="fire")
     _may_grow: bool = attrs.field(repr=False, alias="may_grow")
+    _by_script: bool = attrs.field(repr=False, alias="by_script")
     _blocked: frozenset[str] = attrs.field(repr=False, alias="blocked")
     ranks: Ranks = attrs.field(default=ALONE, repr=False)
     damaged: Mapping[Path, HookbusError] = attrs.field(factory=dict, repr=False)
@@ -346,7 +347,9 @@ class Resume:
     @property
     def grown_up(self) -> bool:
         """Whether every component that will ever come must be there by now."""
-        return not self._may_grow or "configure_sharded" in self.sequence.fired
+        # A script may build the optimizer once the model is sharded, and weights come before that.
+        grows = self._by_script or "configure_sharded" not in self.sequence.fired
+        return not (self._may_grow and grows)
 
     def _choose_rank(self) -> None:
         if self.checkpoint is not None:
