@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import hookbus
 from builtin_plugins import FSDP2, Loop
 
-SIZES = (6, 10, 4, 3)  # divided by no number of ranks evenly, and by some hardly at all
+SIZES = (6, 12, 4, 3)  # tensor parallelism of torch needs even ones in the middle
 
 
 class Block(nn.Linear):
@@ -112,41 +112,51 @@ def take_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"weights": gather(weights), "moments": gather(moments)}
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop, steps: int) -> None:
-    for _ in loop.steps(steps):
-        x = torch.randn(4, SIZES[0], generator=torch.Generator().manual_seed(loop.step))
-        model(x).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
 
 
 def run(
-    folder: str, how: str, steps: int, *, seed: int = 0, save: bool = True, **options: Any
+    folder: str,
+    how: str,
+    steps: int,
+    *,
+    seed: int = 0,
+    save: str = "at the end",
+    still: tuple[str, ...] = (),
+    freeze: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Go on with a run for some steps, and tell the bits right after the resume and at the end."""
+    """Go on with a run for some steps, and tell the bits right after the resume and at the end.
+
+    ``still`` are frozen all along, ``freeze`` once it has trained.
+    """
     with torch.device("meta" if how == "meta" else "cpu"):
-        model = build(seed)
+        model: nn.Module = build(seed)
+    for name in still:
+        model.get_parameter(name).requires_grad_(False)
+    events = Events()
     with hookbus.HookBus() as bus:
         loop = Loop()
-        bus.attach(model=model, loop=loop)
-        events = Events()
         bus.register(events, "events")
+        bus.attach(model=model, loop=loop)
         if how in STRATEGIES:
             bus.register(FSDP2((Block,), **STRATEGIES[how]), "strategy")
-        with bus.resuming(folder, **options) as resume:
-            resume.configure_sharded(
-                None if how in STRATEGIES else lambda resume: shard(model, how)
-            )
+        with bus.resuming(folder) as resume:
+            resume.configure_sharded(None if how in STRATEGIES else lambda _: shard(model, how))
             model = bus.components["model"]
             optimizer = make_optimizer(model)
             bus.attach(optimizer=optimizer)
         told = {"step": loop.step, "before": take_bits(model, optimizer), "events": events.fired}
-        train(model, optimizer, loop, steps)
-        if save:
+        for _ in loop.steps(loop.step + steps):
+            x = torch.randn(4, SIZES[0], generator=torch.Generator().manual_seed(loop.step))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if save == "behind training":
+                bus.save(wait=False)
+        for name in freeze:
+            model.get_parameter(name).requires_grad_(False)
+        if save == "at the end":
             bus.save()
         told["after"] = take_bits(model, optimizer)
     return told
@@ -167,9 +177,25 @@ class Events:
         self.fired.append("configure_sharded")
 
 
-def runs(folder: str, hows: list[str], steps: int, seed: int) -> dict[str, Any]:
+def run_all(folder: str, hows: list[str], steps: int, seed: int) -> dict[str, Any]:
     """Go on with copies of a run in several ways, in one start of the processes."""
-    return {how: run(f"{folder}-{how}", how, steps, seed=seed, save=False) for how in hows}
+    return {how: run(f"{folder}-{how}", how, steps, seed=seed, save="never") for how in hows}
+
+
+def run_exactly(folder: str, hows: list[str]) -> dict[str, Any]:
+    """Train at once and in two parts, and tell whether the bits are those of one run."""
+    told = {}
+    for how in hows:
+        whole = run(f"{folder}-{how}-whole", how, 6, save="never")
+        behind = run(f"{folder}-{how}", how, 3, save="behind training")
+        rest = run(f"{folder}-{how}", how, 3, seed=9)
+        told[how] = {
+            "begins alike": whole["before"] == behind["before"],
+            "comes back": rest["before"] == behind["after"] and rest["step"] == 3,
+            "ends alike": rest["after"] == whole["after"] != behind["after"],
+            "events": rest["events"],
+        }
+    return told
 
 
 if __name__ == "__main__":
