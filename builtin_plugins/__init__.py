@@ -15,6 +15,7 @@ from builtin_plugins.save_policy import SavePolicy
 from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
+from builtin_plugins.strategy_fsdp2 import FSDP2
 from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, Moment, OverheadTarget, When
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "EveryEpochs",
     "EverySeconds",
     "EverySteps",
+    "FSDP2",
     "Keep",
     "KeepBest",
     "KeepEvery",

@@ -11,6 +11,8 @@ import attrs
 import torch
 from torch.optim import Optimizer
 
+from builtin_plugins.sharded import get_version
+
 logger = logging.getLogger("hookbus")
 
 
@@ -30,7 +32,7 @@ class Gradients:
     _watch: weakref.finalize[Any, Gradients] | None = attrs.field(default=None, init=False)
     # By the id of the parameter, as the last step left it. A weak reference, and not the id of
     # the gradient: a new one often gets the address of the old one.
-    _seen: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = attrs.field(
+    _seen: dict[int, tuple[Callable[[], torch.Tensor | None], tuple[int, ...]]] = attrs.field(
         factory=dict, init=False
     )
     # Parameters whose gradient was the same tensor in the last two steps, ...
@@ -66,7 +68,7 @@ class Gradients:
             key = id(parameter)
             if key in before and before[key][0]() is gradient:
                 self._same.add(key)
-            self._seen[key] = weakref.ref(gradient), gradient._version
+            self._seen[key] = weakref.ref(gradient), get_version(gradient)
         self._cleared |= before.keys() - self._same
         inexact, self._zeros = len(self._zeros & self._same), set()
         if inexact:
@@ -117,7 +119,8 @@ class Gradients:
             if name in saved["spent"]:
                 self._cleared.add(id(parameter))
             if parameter.grad is not None and name not in saved["waiting"]:
-                self._seen[id(parameter)] = weakref.ref(parameter.grad), parameter.grad._version
+                seen = weakref.ref(parameter.grad), get_version(parameter.grad)
+                self._seen[id(parameter)] = seen
 
     def _list(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for group in self.optimizer.param_groups:
@@ -126,8 +129,8 @@ class Gradients:
                     yield parameter, gradient
 
     def _is_waiting(self, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-        refer, version = self._seen.get(id(parameter), (lambda: None, 0))
-        return refer() is not gradient or version != gradient._version
+        refer, version = self._seen.get(id(parameter), (lambda: None, ()))
+        return refer() is not gradient or version != get_version(gradient)
 
     def _is_kept(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._same or id(parameter) not in self._cleared

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -37,6 +37,7 @@ from builtin_plugins.names import (
     list_some,
     rename,
 )
+from builtin_plugins.sharded import make_targets
 from hookbus.errors import AttachError, CallError, MismatchError, StateError
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
@@ -163,7 +164,7 @@ class Model:
         metadata = self._rename_keys(rest["metadata"])
         hook = _find_lightning_hook(module, "on_load_checkpoint")
         if hook or needs_load_state_dict(module, metadata):
-            state = {k: v for part in _list_parts(resume) for k, v in resume.read(part).items()}
+            state = {k: v for part in _list_parts(resume) for k, v in self._read(resume, part)}
             checkpoint = {**rest["checkpoint"], "state_dict": self._rename_keys(state)}
             if hook:
                 hook(checkpoint)
@@ -207,6 +208,15 @@ class Model:
             module.load_state_dict(given, strict=self.strict and not self.trainable_only)
         except RuntimeError as error:
             raise MismatchError(f"{resume.name}: {error}") from error
+
+    def _read(self, resume: hookbus.Resume, part: str | None) -> Iterable[tuple[str, Any]]:
+        """Read a part; what is sharded here is read as this rank has it."""
+        live, targets = drop_wrappers_of_keys(self.component, self.component.state_dict()), {}
+        for name, info in resume.metadata(part).state.items():
+            if (ours := live.get(rename(name, self.rename))) is not None and fits(info, ours):
+                targets.update(make_targets(info, ours))
+        state: dict[str, Any] = resume.read(part, targets=targets)
+        return state.items()
 
     def _rename_keys(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         renamed = {rename(name, self.rename): value for name, value in saved.items()}

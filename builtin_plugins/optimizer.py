@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
+import torch
 from torch.nn.parameter import is_lazy
 
 import hookbus
@@ -19,6 +20,7 @@ from builtin_plugins.optimizer_state import (
     describe_shape,
     is_optimizer,
 )
+from builtin_plugins.sharded import is_dtensor
 from builtin_plugins.strangers import Strangers, list_members
 from hookbus.errors import UnattachedError
 
@@ -114,7 +116,8 @@ class Optimizer:
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
-        for state, tree in zip(self._states, self._read_names(resume.read()), strict=True):
+        read = self._read_names(resume.read(targets=self._make_targets(resume)))
+        for state, tree in zip(self._states, read, strict=True):
             for setting, was, now, adapts in state.restore(tree, self._names):
                 then: Literal["keep", "adapt"] = "adapt" if adapts else "keep"
                 resume.change(setting, was, now, then=then, exact=not adapts)
@@ -168,6 +171,17 @@ class Optimizer:
                 f"{'; '.join(faults)}"
             )
         self._names = names
+
+    def _make_targets(self, resume: hookbus.Resume) -> dict[str, torch.Tensor]:
+        """Return where the state of sharded parameters is read to."""
+        parameters = [p for state in self._states for p in state.list_parameters()]
+        if not any(map(is_dtensor, parameters)):
+            return {}
+        targets: dict[str, torch.Tensor] = {}
+        saved = self._read_names(resume.metadata().state)
+        for state, tree in zip(self._states, saved, strict=True):
+            targets |= state.make_targets(tree, self._names)
+        return targets
 
     def _read_names(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
         def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS
 
 from builtin_plugins.gradients import Gradients
+from builtin_plugins.sharded import make_targets
 from hookbus.errors import AttachError, StateError
 
 # These say how to compute, not what, and belong to the machine that the run is on.
@@ -144,6 +145,16 @@ class OptimizerState:
         shapes = {n: shape for group in saved["groups"] for n, shape in group["parameters"].items()}
         ours = {names[id(p)]: p for p in self.list_parameters()}
         return {n: p for n, p in ours.items() if n in shapes and _get_shape(p) in (shapes[n], None)}
+
+    def make_targets(
+        self, saved: Mapping[str, Any], names: Mapping[int, str]
+    ) -> dict[str, torch.Tensor]:
+        """Return where the state of sharded parameters is read to; see `sharded.make_targets`."""
+        targets: dict[str, torch.Tensor] = {}
+        for name, parameter in self.find_fitting(saved, names).items():
+            gradients = [each.get(name) for each in saved["gradients"].values()]
+            targets |= make_targets([saved["state"].get(name), *gradients], parameter)
+        return targets
 
     def restore(
         self, saved: Mapping[str, Any], names: Mapping[int, str]

@@ -386,6 +386,7 @@ class HookBus:
             entries=lambda: self._plugins.entries,
             fire=self._fire_by_name,
             may_grow=by_script or bool(request.setup or request.configure_sharded),
+            by_script=by_script,
             blocked=self.blocked,
             ranks=ranks,
             damaged=choice.damaged,

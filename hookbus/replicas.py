@@ -20,7 +20,8 @@ def settle(ranks: Ranks, sections: Sequence[Section]) -> list[Section]:
     """Decide what each rank writes, and leave the rest out; what is everybody's is rank 0's.
 
     Parts that must be the same on all ranks are compared by hashes, on every rank at once, before
-    anything is copied or written.
+    anything is copied or written. Of a part with sharded tensors every rank has its pieces, and
+    what is not sharded is compared.
 
     Raises:
         RankError: the ranks have other sections.
@@ -45,7 +46,7 @@ def settle(ranks: Ranks, sections: Sequence[Section]) -> list[Section]:
         for key, told in zip(compared, zip(*ranks.gather(PLACE, digests), strict=True), strict=True)
         if len(set(told)) > 1
     ]
-    strict = [key for key in differing if compared[key].per_rank is False]
+    strict = [k for k in differing if compared[k].per_rank is False or compared[k].is_sharded]
     if strict:
         told = ranks.gather(f"{PLACE}: what differs", {key: hashes[key] for key in strict})
         with ranks.together(PLACE):
@@ -57,7 +58,7 @@ def settle(ranks: Ranks, sections: Sequence[Section]) -> list[Section]:
             parts={
                 name: attrs.evolve(part, per_rank=(each.name, name) in own)
                 for name, part in each.parts.items()
-                if ranks.is_first or (each.name, name) in own
+                if ranks.is_first or part.is_sharded or (each.name, name) in own
             },
         )
         for each in sections
@@ -65,16 +66,18 @@ def settle(ranks: Ranks, sections: Sequence[Section]) -> list[Section]:
 
 
 def _describe(name: str | None, part: Part) -> list[object]:
-    return [name, part.version, part.per_rank, sorted(part.uncompared)]
+    return [name, part.version, part.per_rank, sorted(part.uncompared), [*part.flat.cuts]]
 
 
 def _hash(part: Part) -> dict[str, str]:
     """Return the hash of the plain values, and of each tensor by name."""
     hashes = {"": xxhash.xxh3_128_hexdigest(json.dumps(part.flat.tree).encode())}
     for name, tensor in part.flat.tensors.items():
+        cut = part.flat.cuts.get(name)
         if name not in part.uncompared:
-            digest = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(take_bytes(tensor))
+            shape = tuple(tensor.shape) if cut is None else cut.shape
+            digest = xxhash.xxh3_128(f"{tensor.dtype} {shape}".encode())
+            digest.update(take_bytes(tensor) if cut is None else b"")
             hashes[name] = digest.hexdigest()
     return hashes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 
@@ -26,6 +26,9 @@ from hookbus.registration import Registered
 from hookbus.report import Change, Report
 from hookbus.request import Request, Shard, Stage, matches
 from hookbus.sequence import RESTORE_EVENTS, Sequence
+
+if TYPE_CHECKING:
+    import torch
 
 # Sections of these kinds are restored by restore_model, so whoever restores them must be there.
 _MODEL_KINDS = ("datamodule", "model", "callbacks")
@@ -50,6 +53,7 @@ class Resume:
     _entries: Callable[[], AbstractSequence[Registered]] = attrs.field(repr=False, alias="entries")
     _fire: Callable[..., Any] = attrs.field(repr=False, alias="fire")
     _may_grow: bool = attrs.field(repr=False, alias="may_grow")
+    _by_script: bool = attrs.field(repr=False, alias="by_script")
     _blocked: frozenset[str] = attrs.field(repr=False, alias="blocked")
     ranks: Ranks = attrs.field(default=ALONE, repr=False)
     damaged: Mapping[Path, HookbusError] = attrs.field(factory=dict, repr=False)
@@ -114,17 +118,25 @@ class Resume:
 
     # -- for plugins ---------------------------------------------------------------------------
 
-    def read(self, part: str | None = None, *, rank: int | None = None) -> Any:
+    def read(
+        self,
+        part: str | None = None,
+        *,
+        targets: Mapping[str, torch.Tensor] | None = None,
+        rank: int | None = None,
+    ) -> Any:
         """Load the section of the plugin being called, or one part of it, and hand it over.
 
-        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them. Of what
+        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them. Where
+        ``targets`` has one under the name in ``metadata(part).tensors``, that one is filled in
+        place and handed over instead; it may be sharded, and then only its shard is read. Of what
         each process has of its own it is that of this one, or of ``rank``.
 
         Raises:
             CorruptCheckpointError: the bytes are not those that were saved.
         """
         checkpoint, name = self._open_section()
-        state = checkpoint.read(name, part, rank=rank)
+        state = checkpoint.read(name, part, targets=targets, rank=rank)
         self._read.add(name)
         return state
 
@@ -350,7 +362,9 @@ class Resume:
     @property
     def grown_up(self) -> bool:
         """Whether every component that will ever come must be there by now."""
-        return not self._may_grow or "configure_sharded" in self.sequence.fired
+        # A script may build the optimizer once the model is sharded, and weights come before that.
+        grows = self._by_script or "configure_sharded" not in self.sequence.fired
+        return not (self._may_grow and grows)
 
     def _choose_rank(self) -> None:
         if self.checkpoint is not None:

@@ -67,7 +67,13 @@ class Save:
         if type(version) is not int or version < 1:
             raise CallError(f"version={version!r}: pass a whole number from 1 up")
         try:
-            parts[part] = Part(flatten(state), version, per_rank, frozenset(uncompared))
+            flat = flatten(state)
+            if flat.cuts and per_rank:
+                raise StateError(
+                    f"{next(iter(flat.cuts))} is sharded, and all ranks write such a tensor"
+                    " together; put it into a part without per_rank=True"
+                )
+            parts[part] = Part(flat, version, per_rank, frozenset(uncompared))
         except StateError as error:
             parts[part] = Part(flatten(None), version)
             self._problems.append(StateError(f"{who} cannot be saved: {error}"))

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import attrs
 
 from hookbus.checkpoint import files, run_directory
 from hookbus.checkpoint.manifest import PartInfo, write_rank_list
+from hookbus.checkpoint.peers import Peers
 from hookbus.checkpoint.rank_lists import RankFile, folder_of_ranks, name_list
 from hookbus.checkpoint.reader import Checkpoint, open_checkpoint
+from hookbus.checkpoint.shard_writer import describe_tensors, write_shards
 from hookbus.checkpoint.writer import Draft, Parts, Section, write_part
 from hookbus.errors import CorruptCheckpointError
-
-_T = TypeVar("_T")
-
-
-class Peers(Protocol):
-    """The processes that write together, as one of them sees them."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def gather(self, place: str, value: _T) -> list[_T]:
-        """Return what each gives."""
-
-    def share(self, place: str, value: _T) -> _T:
-        """Return what rank 0 gives."""
-
-    def together(self, place: str) -> AbstractContextManager[None]:
-        """Raise on all what is raised on one."""
 
 
 @attrs.frozen
@@ -62,7 +42,8 @@ def write_checkpoint_together(
 ) -> Checkpoint:
     """Write a checkpoint like ``write_checkpoint``, all ranks together, and return it on each.
 
-    ``sections`` are on rank 0 all that there is, on others the parts of their own. Rank 0 makes the
+    ``sections`` are on rank 0 all that there is, on others the parts of their own and those with
+    sharded tensors, which are written by all. Rank 0 makes the
     folder and commits it when every file of every rank is there and on the disk. If one rank
     breaks, nothing is left behind, and all raise.
 
@@ -83,11 +64,13 @@ def write_checkpoint_together(
         with peers.together("writing a checkpoint"):
             parts = draft.write_parts(folder, sections, previous, on_bytes) if draft else {}
             receipts = _write_own(folder, peers.rank, sections, on_bytes)
+        sharded = _write_sharded(folder, peers, sections, on_bytes)
         every = peers.gather("what was written", receipts)
         with peers.together("committing a checkpoint"):
             if draft is not None:
-                parts |= _check(folder, sections, every)
+                parts |= _check(folder, sections, every) | sharded
                 draft.new_bytes += sum(r.list.tensors for each in every for r in each.values())
+                draft.new_bytes += sum(each.bytes for each in sharded.values())
                 for name, part in _list_own(sections):
                     files.sync_folder(folder / folder_of_ranks(name, part))
                 checkpoint = draft.commit(folder, sections, parts, before_commit)
@@ -109,6 +92,27 @@ def _list_own(sections: Sequence[Section]) -> list[tuple[str, str | None]]:
         for name, part in section.parts.items()
         if part.per_rank
     ]
+
+
+def _write_sharded(
+    folder: Path,
+    peers: Peers,
+    sections: Sequence[Section],
+    on_bytes: Callable[[int], None] | None,
+) -> Parts:
+    """Write this rank's chunks; on rank 0, return the parts that all have written."""
+    parts: Parts = {}
+    for section in sections:
+        for name, part in section.parts.items():
+            if not part.is_sharded:
+                continue
+            place, flat = folder / folder_of_ranks(section.name, name), part.flat
+            shards = write_shards(place, flat, peers, part.uncompared, on_bytes)
+            if shards is not None:
+                infos = describe_tensors(flat)
+                key = section.name, name
+                parts[key] = PartInfo(part.version, flat.tree, None, infos, (), shards)
+    return parts
 
 
 def _write_own(

@@ -15,6 +15,7 @@ import numpy
 import torch
 from numpy.typing import NDArray
 
+from hookbus.checkpoint.dtensors import Cut, find_cut, is_dtensor, take_local
 from hookbus.checkpoint.kinds import read_dtype, spell_type
 from hookbus.checkpoint.nodes import QUANTIZED
 from hookbus.checkpoint.tensors import dtype_name, find_overlaps, find_problem, view_key
@@ -54,9 +55,13 @@ def show_path(path: KeyPath | None) -> str:
 
 @attrs.frozen(eq=False)
 class Store:
-    """The tensors of one file, by name; one that is met again as the same view keeps its name."""
+    """The tensors of one file, by name; one that is met again as the same view keeps its name.
+
+    Of a sharded tensor it has what this rank holds, and its cut.
+    """
 
     tensors: dict[str, torch.Tensor] = attrs.field(factory=dict)
+    cuts: dict[str, Cut] = attrs.field(factory=dict)
     _paths: list[KeyPath | None] = attrs.field(factory=list)
     _names: dict[tuple[object, ...], str] = attrs.field(factory=dict)
 
@@ -66,13 +71,18 @@ class Store:
         Raises:
             StateError: it cannot be stored.
         """
+        cut = find_cut(tensor) if is_dtensor(tensor) else None
+        if is_dtensor(tensor):
+            tensor = take_local(tensor)
         if problem := find_problem(tensor):
             raise StateError(f"a tensor {problem}")
-        key = view_key(tensor)
+        key = view_key(tensor) if cut is None else _shard_key(tensor, cut)
         if key is not None and key in self._names:
             return self._names[key]
         name = self._choose_name(path)
         self.tensors[name] = tensor.detach()
+        if cut is not None:
+            self.cuts[name] = cut
         self._paths.append(path)
         if key is not None:
             self._names[key] = name
@@ -95,6 +105,13 @@ class Store:
         return next(n for n in names if n not in self.tensors and n != "__metadata__")
 
 
+def _shard_key(local: torch.Tensor, cut: Cut) -> tuple[object, ...] | None:
+    """Return what two sharded tensors that are one have in common, on a rank without rows too."""
+    place = local.untyped_storage().data_ptr()
+    shape = (local.dtype, local.storage_offset(), local.shape, local.stride())
+    return (local.device, place, cut, *shape) if place else None
+
+
 # -- from a value to a node ----------------------------------------------------------------------
 
 
@@ -104,9 +121,9 @@ def encode_tensor(tensor: torch.Tensor, path: KeyPath | None, store: Store) -> N
     Raises:
         StateError: it cannot be stored.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(tensor):
         raise StateError(f"{spell_type(tensor)}, a subclass of torch.Tensor")
-    tag = "$tensor" if type(tensor) is torch.Tensor else "$parameter"
+    tag = "$parameter" if isinstance(tensor, torch.nn.Parameter) else "$tensor"
     grad = tensor.requires_grad and tensor.is_leaf
     return {tag: [_encode_form(tensor.detach(), path, store), grad]}
 

@@ -18,6 +18,7 @@ from hookbus.checkpoint.files import describe_failure, open_file
 from hookbus.checkpoint.names import file_name
 from hookbus.checkpoint.nodes import rebuild
 from hookbus.checkpoint.rank_lists import RankFile, read_rank_files
+from hookbus.checkpoint.shards import Shards
 from hookbus.checkpoint.tensor_info import TensorInfo, make_header
 from hookbus.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError
 
@@ -76,6 +77,8 @@ class FileInfo:
 class PartInfo:
     """One part of a section; ``tensors`` are in the order in which they lie in ``file``.
 
+    Of a part with ``shards`` there is a folder instead, and ``tensors`` are as they are on all
+    ranks together, without a hash.
     Of a part that each rank has of its own there are only the lists of the ranks, by rank.
     """
 
@@ -84,12 +87,18 @@ class PartInfo:
     file: FileInfo | None
     tensors: Mapping[str, TensorInfo]
     ranks: tuple[RankFile, ...] = ()
+    shards: Shards | None = None
 
     @property
     def bytes(self) -> int:
         """The size of all tensors."""
         here = sum(info.bytes for info in self.tensors.values())
         return here + sum(each.tensors for each in self.ranks)
+
+    def list_writers(self) -> list[int | None]:
+        """Return the ranks that have files of this part; ``None`` where one file is everybody's."""
+        ranks = range(len(self.ranks)) if self.shards is None else self.shards.ranks
+        return [*ranks] or [None]
 
 
 @attrs.frozen(eq=False)
@@ -264,6 +273,7 @@ def _write_section(section: SectionManifest) -> dict[str, Any]:
             "file": part.file and attrs.asdict(part.file),
             "tensors": {info.name: info.to_json() for info in part.tensors.values()},
             **({"ranks": [attrs.astuple(each) for each in part.ranks]} if part.ranks else {}),
+            **({} if part.shards is None else {"shards": part.shards.to_json()}),
         }
         for name, part in section.parts.items()
     ]
@@ -280,13 +290,26 @@ def _read_section(name: str, written: dict[str, Any]) -> SectionManifest:
 
 
 def _read_part(
-    section: str, *, part: Any, version: Any, tree: Any, file: Any, tensors: Any, ranks: Any = ()
+    section: str,
+    *,
+    part: Any,
+    version: Any,
+    tree: Any,
+    file: Any,
+    tensors: Any,
+    ranks: Any = (),
+    shards: Any = None,
 ) -> tuple[str | None, PartInfo]:
     with _named(f"part {part!r}"):
         stored = _read_tensors(tensors)
         if part is not None and not _is_text(part):
             raise FormatError(f"its name is {part!r}, not a string or null")
         name = file_name(section, part)
+        if shards is not None:
+            if file is not None or ranks:
+                raise FormatError(f"file is {file!r}, and its tensors are in files of the ranks")
+            placed = Shards.from_json(stored, **shards)
+            return part, PartInfo(version, tree, None, stored, (), placed)
         if ranks and (stored or tree is not None):
             raise FormatError("each rank has its own, and there is one of all")
         made = describe_file(name, stored.values()) if stored else None

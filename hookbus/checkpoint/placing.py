@@ -10,6 +10,7 @@ import attrs
 import numpy
 import torch
 
+from hookbus.checkpoint.dtensors import is_dtensor, take_local
 from hookbus.checkpoint.leaves import KeyPath, list_steps
 from hookbus.checkpoint.tensor_info import TensorInfo
 from hookbus.checkpoint.tensors import dtype_name, find_overlaps, overlaps_itself, view_key
@@ -135,7 +136,9 @@ def _find_misfit(saved: object, live: object) -> str | None:
         if not isinstance(live, numpy.ndarray) or _show(saved) != _show(live):
             return ""
         return None if live.flags.writeable else " that is read-only"
-    if not isinstance(live, torch.Tensor) or type(live) not in (torch.Tensor, torch.nn.Parameter):
+    if not isinstance(live, torch.Tensor):
+        return f", a {type(live).__name__}"
+    if type(live) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(live):
         return f", a {type(live).__name__}"
     if live.shape != saved.info.shape or live.dtype != saved.info.dtype:
         return ""
@@ -148,7 +151,9 @@ def _find_misfit(saved: object, live: object) -> str | None:
         return f"; one of layout {layout} is not filled in place, use read()"
     if live.is_meta:
         return " on the meta device, which has no data"
-    if layout == "strided" and overlaps_itself(live):
+    if is_dtensor(live) and any(each.is_partial() for each in live.placements):
+        return " that is partial, still to be summed up over the ranks"
+    if layout == "strided" and overlaps_itself(take_local(live)):
         return " that overlaps itself"
     return None
 
@@ -158,16 +163,17 @@ def _find_ties(matches: list[Match], partial: bool) -> Iterator[str]:
     dense = [m for m in matches if m.stored.tag != "$array" and isinstance(m.stored.form, str)]
     by_view = dict[object, Match]()
     by_name = dict[str, Match]()
+    views = {id(each): view_key(take_local(each.live)) for each in dense}
     for each in dense:
-        first = by_view.setdefault(view_key(each.live) or id(each.live), each)
+        first = by_view.setdefault(views[id(each)] or id(each.live), each)
         if first.stored.form != each.stored.form:
             yield f"{first.name} and {each.name} are one tensor in the run, two in the checkpoint"
         first = by_name.setdefault(each.stored.form, each)
-        if not partial and view_key(first.live) != view_key(each.live):
+        if not partial and views[id(first)] != views[id(each)]:
             yield f"{first.name} and {each.name} are one tensor in the checkpoint, two in the run"
-    views = list(by_view.values())
-    for one, other in find_overlaps([each.live for each in views]):
-        yield f"{views[one].name} and {views[other].name} share memory in the run only"
+    seen = list(by_view.values())
+    for one, other in find_overlaps([take_local(each.live) for each in seen]):
+        yield f"{seen[one].name} and {seen[other].name} share memory in the run only"
 
 
 # -- states of any shape -------------------------------------------------------------------------

@@ -67,4 +67,9 @@ def folder_of_ranks(section: str, part: str | None) -> str:
 
 def name_list(section: str, part: str | None, rank: int) -> str:
     """Return the name of a rank's list, within the checkpoint; its tensors lie beside it."""
-    return f"{folder_of_ranks(section, part)}/rank{rank:05d}.json"
+    return f"{folder_of_ranks(section, part)}/{rank_name(rank, 'json')}"
+
+
+def rank_name(rank: int, suffix: str) -> str:
+    """Return the name of a file of one rank."""
+    return f"rank{rank:05d}.{suffix}"

@@ -6,12 +6,12 @@ torch is imported where tensors are made, and not before: looking at a checkpoin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -28,7 +28,8 @@ from hookbus.checkpoint.manifest import (
 )
 from hookbus.checkpoint.names import folders, part_name, take_path
 from hookbus.checkpoint.nodes import describe_leaf, rebuild
-from hookbus.checkpoint.rank_lists import name_list
+from hookbus.checkpoint.rank_lists import folder_of_ranks, name_list
+from hookbus.checkpoint.shard_files import find_shard_damage
 from hookbus.checkpoint.tensor_file import TensorFile, open_tensors
 from hookbus.checkpoint.tensor_info import TensorInfo
 from hookbus.errors import (
@@ -37,6 +38,11 @@ from hookbus.errors import (
     FormatError,
     MissingSectionError,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from hookbus.checkpoint.loading import Source
 
 SectionFile = tuple[Path, FileInfo, PartInfo]
 
@@ -126,6 +132,7 @@ class Checkpoint:
             }
         )
         self._seal = seal
+        self._trusted = set[str]()  # sections of which every byte was found right
         self._manifest: Manifest | None = manifest
         self._of_ranks: dict[tuple[str, str | None, int], PartInfo] = {}
 
@@ -146,21 +153,33 @@ class Checkpoint:
         """Whether each of several processes had its own state."""
         return bool(self._find_section(section).parts[part].ranks)
 
-    def read(self, section: str, part: str | None = None, *, rank: int | None = None) -> Any:
+    def read(
+        self,
+        section: str,
+        part: str | None = None,
+        *,
+        targets: Mapping[str, torch.Tensor] | None = None,
+        rank: int | None = None,
+    ) -> Any:
         """Load a state. Its tensors and arrays are fresh, on the CPU, and share nothing.
 
-        Of what each process has of its own it is that of ``rank``, or of the one set here.
+        Where ``targets`` has a tensor under the name of one in `tensors`, that one is filled in
+        place and stands in the state. It may be sharded. Of what each process has of its own it is
+        that of ``rank``, or of the one set here.
 
         Raises:
             MissingSectionError: there is no such section or part.
             CorruptCheckpointError: the bytes are not those that were saved.
             FormatError: the state holds what this version does not know.
+            MismatchError: one of ``targets`` has another shape or dtype; nothing was changed.
         """
         from hookbus.checkpoint.loading import load
 
-        found = self._find_part(section, part, rank)
-        with self._name_section(section, part), self._open(found) as file:
-            return load(file, found)
+        with (
+            self._name_section(section, part),
+            self._open_source(section, part, rank) as source,
+        ):
+            return load(source, targets)
 
     def read_into(
         self, section: str, tree: Any, part: str | None = None, *, partial: bool = False
@@ -181,9 +200,9 @@ class Checkpoint:
         """
         from hookbus.checkpoint.loading import load_into
 
-        found, who = self._find_part(section, part), part_name(section, part)
-        with self._name_section(section, part), self._open(found) as file:
-            return load_into(file, found, tree, who=who, partial=partial)
+        who = part_name(section, part)
+        with self._name_section(section, part), self._open_source(section, part) as source:
+            return load_into(source, tree, who=who, partial=partial)
 
     def metadata(self, section: str, part: str | None = None) -> Metadata:
         """Return what a state looks like, without reading its data.
@@ -249,16 +268,18 @@ class Checkpoint:
             (name, part, rank)
             for name in names
             for part, info in self._find_section(name).parts.items()
-            for rank in (range(len(info.ranks)) if info.ranks else (None,))
+            for rank in info.list_writers()
         ]
+        mine = dict[tuple[str, str | None], list[int | None]]()
         for name, part, rank in found[share[0] :: share[1]]:
-            try:
-                info = self._find_part(name, part, rank)
-            except CorruptCheckpointError as error:
-                assert rank is not None
-                damage.append(Damage(name_list(name, part, rank), None, str(error)))
-            else:
-                damage += self._find_damage(info, hashes, on_bytes)
+            mine.setdefault((name, part), []).append(rank)
+        wrong = set[str]()
+        for (name, part), ranks in mine.items():
+            if new := list(self._find_damage(name, part, ranks, hashes, on_bytes)):
+                damage += new
+                wrong.add(name)
+        if hashes and share == (0, 1):
+            self.trust(name for name in names if name not in wrong)
         try:
             self._load_manifest()
         except CorruptCheckpointError as error:
@@ -281,9 +302,40 @@ class Checkpoint:
     def close(self) -> None:
         """Let go of what is held in memory; it is read again if it is asked for."""
         self._manifest = None
+        self._trusted.clear()
         self._of_ranks.clear()
 
+    def trust(self, sections: Iterable[str]) -> None:
+        """Note that every byte of some sections was found right, be it by several processes.
+
+        Of a chunk of theirs that is needed in part, only that part is read from now on.
+        """
+        self._trusted.update(sections)
+
     def _find_damage(
+        self,
+        section: str,
+        name: str | None,
+        ranks: Sequence[int | None],
+        hashes: bool,
+        on_bytes: Callable[[int], None] | None,
+    ) -> Iterator[Damage]:
+        whole = self._find_section(section).parts[name]
+        if whole.shards is not None:
+            folder = self.path / folder_of_ranks(section, name)
+            for damage in find_shard_damage(folder, whole, ranks, hashes, on_bytes):
+                yield Damage(*damage)
+            return
+        for rank in ranks:
+            try:
+                part = self._find_part(section, name, rank)
+            except CorruptCheckpointError as error:
+                assert rank is not None
+                yield Damage(name_list(section, name, rank), None, str(error))
+            else:
+                yield from self._find_file_damage(part, hashes, on_bytes)
+
+    def _find_file_damage(
         self, part: PartInfo, hashes: bool, on_bytes: Callable[[int], None] | None
     ) -> Iterator[Damage]:
         if part.file is None:
@@ -302,6 +354,22 @@ class Checkpoint:
         if part.file is None:
             return nullcontext(TensorFile(self.path, -1, {}))
         return open_tensors(self.path / part.file.name, part.file, part.tensors)
+
+    @contextmanager
+    def _open_source(
+        self, section: str, part: str | None, rank: int | None = None
+    ) -> Iterator[Source]:
+        from hookbus.checkpoint.loading import Source
+
+        found, trusted = self._find_part(section, part, rank), section in self._trusted
+        folder = self.path / folder_of_ranks(section, part)
+        if found.shards is not None:
+            if gaps := list(found.shards.find_gaps(found.tensors)):
+                raise CorruptCheckpointError(f"{folder}: {'; '.join(gaps)}")
+            yield Source(found, None, folder, trusted)
+            return
+        with self._open(found) as file:
+            yield Source(found, file, folder, trusted)
 
     @contextmanager
     def _name_section(self, section: str, part: str | None) -> Iterator[None]:

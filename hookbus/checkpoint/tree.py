@@ -17,6 +17,7 @@ import attrs
 import numpy
 import torch
 
+from hookbus.checkpoint.dtensors import Cut
 from hookbus.checkpoint.kinds import BY_TYPE, encode_scalar, spell_type
 from hookbus.checkpoint.leaves import (
     LONG,
@@ -40,14 +41,18 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @attrs.frozen(eq=False)
 class Flat:
-    """A state, taken apart: ``tree`` can be written as JSON, ``tensors`` are the run's own."""
+    """A state, taken apart: ``tree`` can be written as JSON, ``tensors`` are the run's own.
+
+    Of a sharded tensor it has what this rank holds; ``cuts`` say where that lies in the whole.
+    """
 
     tree: Any
     tensors: dict[str, torch.Tensor]
+    cuts: dict[str, Cut] = attrs.field(factory=dict)
 
     @property
     def bytes(self) -> int:
-        """The size of all tensors."""
+        """The size of all tensors; of sharded ones, of what is here."""
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
 
 
@@ -68,7 +73,7 @@ def flatten(state: object) -> Flat:
             f" {'; '.join(problems)}; store plain values, containers and tensors, such as vars(x)"
             " of an object, x.value of an enum member, tuple(x) of a namedtuple"
         )
-    return Flat(tree, encoder.store.tensors)
+    return Flat(tree, encoder.store.tensors, encoder.store.cuts)
 
 
 def unflatten(tree: Any, tensors: Mapping[str, torch.Tensor]) -> object:

@@ -46,6 +46,11 @@ class Part:
     per_rank: bool | None = False
     uncompared: frozenset[str] = frozenset()
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each of several processes has a piece of some tensor."""
+        return bool(self.flat.cuts)
+
 
 @attrs.frozen(eq=False)
 class Section:
@@ -180,7 +185,7 @@ class Draft:
         files_before, parts = _list_files(previous), Parts()
         for section in sections:
             for name, part in section.parts.items():
-                if part.per_rank and self.manifest.world_size > 1:
+                if (part.per_rank or part.is_sharded) and self.manifest.world_size > 1:
                     continue
                 path = folder / self.file_names[section.name, name]
                 before = files_before.get((section.name, name))

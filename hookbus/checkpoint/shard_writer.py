@@ -1,0 +1,213 @@
+"""Writes the sharded tensors of a part: each rank its chunks, once each, in a file of its own.
+
+torch's distributed checkpoint plans who writes what; the files are ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import torch
+import xxhash
+
+from hookbus.checkpoint import files
+from hookbus.checkpoint.dtensors import Cut
+from hookbus.checkpoint.peers import Peers
+from hookbus.checkpoint.rank_lists import RankFile, rank_name
+from hookbus.checkpoint.shards import (
+    Chunk,
+    Layout,
+    Shards,
+    StoredChunk,
+    write_list,
+)
+from hookbus.checkpoint.tensor_info import TensorInfo, make_header, split_bytes
+from hookbus.checkpoint.tensors import describe, dtype_name, order_names, take_bytes
+from hookbus.checkpoint.tree import Flat
+from hookbus.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+
+def describe_tensors(flat: Flat) -> dict[str, TensorInfo]:
+    """Describe the tensors of a part as they are on all ranks together, without a hash."""
+    infos = {name: describe(name, tensor) for name, tensor in flat.tensors.items()}
+    for name, cut in flat.cuts.items():
+        dtype = dtype_name(flat.tensors[name].dtype)
+        size = flat.tensors[name].itemsize
+        for n in cut.shape:
+            size *= n
+        infos[name] = TensorInfo(name, dtype, cut.shape, size, "")
+    return infos
+
+
+def write_shards(
+    folder: Path,
+    flat: Flat,
+    peers: Peers,
+    uncompared: Collection[str] = (),
+    on_bytes: Callable[[int], None] | None = None,
+) -> Shards | None:
+    """Write this rank's part of a state into ``folder``; return on rank 0 what the manifest says.
+
+    All ranks call it with the same state, each with what it holds of the sharded tensors; what is
+    not sharded is the same on all of them, but for ``uncompared`` tensors, of which rank 0's are
+    written. Rank 0 makes the folder. All of it is on the disk when it returns.
+
+    Raises:
+        WriteError: the disk refused.
+        CorruptCheckpointError: what a rank wrote is not here.
+    """
+    layouts: dict[str, Layout] = {}
+
+    def decide(sent: list[SavePlan]) -> Sequence[SavePlan]:
+        plans = _plan(sent)
+        layouts.update(dict.fromkeys(flat.tensors, ()))
+        for rank, plan in enumerate(plans):
+            for item in plan.items:
+                layouts[item.index.fqn] += (_take_chunk(rank, item),)
+        files.create_folder(folder)
+        return plans
+
+    left = uncompared if peers.rank else ()
+    mine = {name: tensor for name, tensor in flat.tensors.items() if name not in left}
+    plan = peers.exchange(lambda: plan_local(mine, flat.cuts), decide)
+    names = [item.index.fqn for item in plan.items]
+
+    def collect(sent: list[_Receipt | None]) -> Sequence[Shards | None]:
+        for rank, receipt in enumerate(sent):
+            if receipt is not None:
+                _check(folder, rank, receipt)
+        ranks = {rank: each.list for rank, each in enumerate(sent) if each is not None}
+        shards = Shards.make(layouts, ranks)
+        if gaps := list(shards.find_gaps(describe_tensors(flat))):
+            raise CorruptCheckpointError(f"{folder}: {'; '.join(gaps)}")
+        files.sync_folder(folder)
+        return [shards] + [None] * (len(sent) - 1)
+
+    return peers.exchange(lambda: _write(folder, peers.rank, flat, names, on_bytes), collect)
+
+
+@attrs.frozen
+class _Receipt:
+    """What a rank wrote: its list, and the size of its file of tensors."""
+
+    list: RankFile
+    file: int
+
+
+def _check(folder: Path, rank: int, receipt: _Receipt) -> None:
+    """Find the files of a rank here: they may lie in another run directory."""
+    for suffix, size in (("json", receipt.list.bytes), ("safetensors", receipt.file)):
+        path = folder / rank_name(rank, suffix)
+        found = path.stat().st_size if path.exists() else None
+        if found != size:
+            raise CorruptCheckpointError(
+                f"what rank {rank} wrote is not here: {path} has {found} bytes, written were"
+                f" {size}; all ranks need the same run directory"
+            )
+
+
+# -- who writes what -----------------------------------------------------------------------------
+
+
+@attrs.frozen(eq=False)
+class _Piece:
+    """What DCP's planner asks of a sharded tensor, answered from what is known of its cut."""
+
+    local: torch.Tensor
+    cut: Cut
+
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
+        from torch.distributed.checkpoint.planner import (
+            TensorWriteData,
+            WriteItem,
+            WriteItemType,
+        )
+
+        if not self.local.numel():  # a rank without rows has nothing to write
+            return []
+        offsets = torch.Size(self.cut.offsets)
+        data = TensorWriteData(
+            chunk=ChunkStorageMetadata(offsets, self.local.shape),
+            properties=TensorProperties(dtype=self.local.dtype),
+            size=torch.Size(self.cut.shape),
+        )
+        return [WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)]
+
+
+def plan_local(tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> SavePlan:
+    """Return what this rank could write."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    state: dict[str, Any] = {
+        name: _Piece(tensor, cuts[name]) if name in cuts else tensor
+        for name, tensor in tensors.items()
+    }
+    planner.set_up_planner(state)
+    return planner.create_local_plan()
+
+
+def _plan(plans: list[SavePlan]) -> list[SavePlan]:
+    """Let each chunk be written by one rank."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planned, _ = planner.create_global_plan(plans)
+    return planned
+
+
+def _take_chunk(rank: int, item: WriteItem) -> Chunk:
+    assert item.tensor_data is not None
+    chunk = item.tensor_data.chunk
+    return Chunk(rank, tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+# -- the files of this rank ----------------------------------------------------------------------
+
+
+def _write(
+    folder: Path,
+    rank: int,
+    flat: Flat,
+    names: Sequence[str],
+    on_bytes: Callable[[int], None] | None,
+) -> _Receipt | None:
+    if not names:
+        return None
+    tensors = {name: flat.tensors[name] for name in names}
+    infos = [describe(name, tensors[name]) for name in order_names(tensors.items())]
+    header, hashes = make_header(infos), {}
+
+    def list_pieces() -> Iterator[files.Piece]:
+        yield header
+        for info in infos:
+            digest = xxhash.xxh3_128()
+            for piece in split_bytes(take_bytes(tensors[info.name])):
+                digest.update(piece)
+                yield piece
+                if on_bytes is not None:
+                    on_bytes(len(piece))
+            hashes[info.name] = digest.hexdigest()
+
+    size = files.write_file(folder / rank_name(rank, "safetensors"), list_pieces())
+    chunks = [
+        StoredChunk(
+            attrs.evolve(info, hash=hashes[info.name]),
+            flat.cuts[info.name].offsets if info.name in flat.cuts else (0,) * len(info.sizes),
+        )
+        for info in infos
+    ]
+    data = write_list(rank, chunks)
+    files.write_file(folder / rank_name(rank, "json"), [data])
+    return _Receipt(RankFile.describe(data, sum(info.bytes for info in infos)), size)
