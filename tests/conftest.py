@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gang import Server
 
 MEMORY = Path("/dev/shm")
 
@@ -23,3 +24,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=MEMORY) as path:
         yield Path(path)
+
+
+@pytest.fixture(scope="session")
+def gang() -> Iterator[Server]:
+    """A warm process that starts several at once."""
+    server = Server()
+    yield server
+    server.end()
