@@ -152,6 +152,10 @@ def run(
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
             if save == "behind training":
                 bus.save(wait=False)
         for name in freeze:
