@@ -5,6 +5,7 @@ torch's distributed checkpoint plans who writes what; the files are ours.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ from hookbus.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+AT_ONCE = 200_000
+"""Chunks that are planned at a time: rank 0 needs about a KiB for each, of all ranks."""
+
 
 def describe_tensors(flat: Flat) -> dict[str, TensorInfo]:
     """Describe the tensors of a part as they are on all ranks together, without a hash."""
@@ -45,51 +49,99 @@ def describe_tensors(flat: Flat) -> dict[str, TensorInfo]:
     return infos
 
 
+@attrs.frozen(eq=False)
+class Plan:
+    """What this rank writes of a part, and on rank 0 the layout of each tensor.
+
+    It holds as long as no rank has other tensors or other cuts: then ``fingerprint`` is the same.
+    """
+
+    fingerprint: str
+    names: list[str]
+    layouts: dict[str, Layout]
+
+
+Plans = dict[str, Plan]  # by folder
+
+
 def write_shards(
     folder: Path,
     flat: Flat,
     peers: Peers,
     uncompared: Collection[str] = (),
+    *,
+    plans: Plans | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Shards | None:
     """Write this rank's part of a state into ``folder``; return on rank 0 what the manifest says.
 
     All ranks call it with the same state, each with what it holds of the sharded tensors; what is
     not sharded is the same on all of them, but for ``uncompared`` tensors, of which rank 0's are
-    written. Rank 0 makes the folder. All of it is on the disk when it returns.
+    written. Rank 0 makes the folder. All of it is on the disk when it returns. ``plans`` keeps
+    what was planned for the next call.
 
     Raises:
         WriteError: the disk refused.
         CorruptCheckpointError: what a rank wrote is not here.
     """
-    layouts: dict[str, Layout] = {}
-
-    def decide(sent: list[SavePlan]) -> Sequence[SavePlan]:
-        plans = _plan(sent)
-        layouts.update(dict.fromkeys(flat.tensors, ()))
-        for rank, plan in enumerate(plans):
-            for item in plan.items:
-                layouts[item.index.fqn] += (_take_chunk(rank, item),)
-        files.create_folder(folder)
-        return plans
-
-    left = uncompared if peers.rank else ()
-    mine = {name: tensor for name, tensor in flat.tensors.items() if name not in left}
-    plan = peers.exchange(lambda: plan_local(mine, flat.cuts), decide)
-    names = [item.index.fqn for item in plan.items]
+    plan = _find_plan(folder, flat, peers, uncompared, {} if plans is None else plans)
 
     def collect(sent: list[_Receipt | None]) -> Sequence[Shards | None]:
         for rank, receipt in enumerate(sent):
             if receipt is not None:
                 _check(folder, rank, receipt)
         ranks = {rank: each.list for rank, each in enumerate(sent) if each is not None}
-        shards = Shards.make(layouts, ranks)
+        shards = Shards.make(plan.layouts, ranks)
         if gaps := list(shards.find_gaps(describe_tensors(flat))):
             raise CorruptCheckpointError(f"{folder}: {'; '.join(gaps)}")
         files.sync_folder(folder)
         return [shards] + [None] * (len(sent) - 1)
 
-    return peers.exchange(lambda: _write(folder, peers.rank, flat, names, on_bytes), collect)
+    return peers.exchange(lambda: _write(folder, peers.rank, flat, plan.names, on_bytes), collect)
+
+
+def _find_plan(
+    folder: Path, flat: Flat, peers: Peers, uncompared: Collection[str], plans: Plans
+) -> Plan:
+    """Take the plan of the last save if it still holds on all ranks, else plan together."""
+    known, fingerprint = plans.get(folder.name), _take_fingerprint(flat, uncompared)
+
+    def compare(sent: list[bool]) -> Sequence[bool]:
+        files.create_folder(folder)
+        return [all(sent)] * len(sent)
+
+    is_known = peers.exchange(
+        lambda: known is not None and known.fingerprint == fingerprint, compare
+    )
+    if is_known:
+        assert known is not None
+        return known
+    left = {*uncompared} if peers.rank else set()
+    plan = plans[folder.name] = Plan(fingerprint, [], {})
+    names = list(flat.tensors)
+    count = max(1, AT_ONCE // peers.world_size)
+    for start in range(0, len(names), count):
+        some = names[start : start + count]
+        mine = {name: flat.tensors[name] for name in some if name not in left}
+        plan.layouts.update(dict.fromkeys(some, ()))
+
+        def decide(sent: list[SavePlan]) -> Sequence[list[str]]:
+            planned = plan_all(sent)
+            for rank, items in enumerate(planned):
+                for item in items:
+                    plan.layouts[item.index.fqn] += (_take_chunk(rank, item),)
+            return [[item.index.fqn for item in items] for items in planned]
+
+        plan.names.extend(peers.exchange(functools.partial(plan_local, mine, flat.cuts), decide))
+    return plan
+
+
+def _take_fingerprint(flat: Flat, uncompared: Collection[str]) -> str:
+    digest = xxhash.xxh3_128(repr(sorted(uncompared)).encode())
+    for name, tensor in flat.tensors.items():
+        cut = flat.cuts.get(name)
+        digest.update(repr((name, tensor.dtype, tuple(tensor.shape), cut)).encode())
+    return digest.hexdigest()
 
 
 @attrs.frozen
@@ -158,13 +210,12 @@ def plan_local(tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> 
     return planner.create_local_plan()
 
 
-def _plan(plans: list[SavePlan]) -> list[SavePlan]:
-    """Let each chunk be written by one rank."""
+def plan_all(plans: list[SavePlan]) -> list[list[WriteItem]]:
+    """Let each chunk be written by one rank; return what each rank writes."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planned, _ = planner.create_global_plan(plans)
-    return planned
+    return [plan.items for plan in planner.create_global_plan(plans)[0]]
 
 
 def _take_chunk(rank: int, item: WriteItem) -> Chunk:
