@@ -286,7 +286,7 @@ class Course:
             self.data_pass = BlindPass()
             return iter(source)
         loader = self._find_loader(source, taking_up=False)
-        self.data_pass = Pass(loader, self._watch, repeat)
+        self.data_pass = self._make_pass(loader, repeat)
         self.get_bus().hook.note_streams(slot="epoch")
         return self.data_pass.begin()
 
@@ -300,9 +300,13 @@ class Course:
             self.data_pass = BlindPass()
             return iter(())
         loader = self._find_loader(source, taking_up=True)
-        self.data_pass = Pass(loader, self._watch, repeat)
+        self.data_pass = self._make_pass(loader, repeat)
         self.get_bus().hook.put_streams(slot="epoch")
         return self.data_pass.take_up(data)
+
+    def _make_pass(self, loader: Loader, repeat: Repeat) -> Pass:
+        ranks = self.get_bus().ranks
+        return Pass(loader, self._watch, repeat, ranks.rank, ranks.world_size)
 
     def _end_pass(self) -> None:
         if self.data_pass is not None:

@@ -15,6 +15,7 @@ from rich.progress import track
 from torch.utils.data import IterableDataset
 
 from builtin_plugins import proof
+from builtin_plugins.division import Division, doubt_division, find_sampler, make_sampler
 from builtin_plugins.doubts import (
     doubt_draws,
     doubt_end,
@@ -52,8 +53,16 @@ class Pass:
     with a state of its own (`state_dict`) is given it back. Anything else is replayed.
     """
 
-    def __init__(self, loader: Loader, watch: Callable[[], Digests], repeat: Repeat) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        watch: Callable[[], Digests],
+        repeat: Repeat,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
         self._loader = loader
+        self._rank, self._division = rank, Division(world_size)
         self._source = loader.component
         self._watch = watch
         self._repeat = repeat
@@ -89,6 +98,12 @@ class Pass:
             SamplerError: the data that was handed out, or the data to come, cannot be repeated.
         """
         self._loader.remembered.clear()
+        saved = Division(**position["division"])
+        if saved.world_size != self._division.world_size:
+            if (iterator := self._divide_anew(position, saved)) is not None:
+                return iterator
+        else:
+            self._division = saved
         self._moved_by_training |= set(position["moved by training"])
         self._entangled |= set(position["entangled"])
         self._check_draws()
@@ -96,13 +111,16 @@ class Pass:
         if self._replays:
             iterator = self._replay(position)
         elif self._is_gated:
-            iterator = self._make_iterator(position["batch"], position["ahead"])
+            skip = position["batch"] - self._division.batches
+            iterator = self._make_iterator(skip, position["ahead"])
         else:
             self._source.load_state_dict(position["state"])  # type: ignore[attr-defined]
             iterator = self._make_iterator()
             self._digest = position["digest"]
         self._skipped = not self._replays
-        self._refuse(doubt_order(position, self._done, self.draws, describe(self._source)))
+        done = {**position, "batch": position["batch"] - self._division.batches}
+        if not position.get("is of another"):
+            self._refuse(doubt_order(done, self._done, self.draws, describe(self._source)))
         self._handed = position["batch"]
         return iterator
 
@@ -138,6 +156,7 @@ class Pass:
         draws = self.draws
         return {
             "batch": self._handed,
+            "division": attrs.asdict(self._division),
             "digest": self._done,
             "ahead": draws.ahead if draws else 0,
             "digest ahead": draws.drawn.digest if draws else None,
@@ -163,8 +182,52 @@ class Pass:
                 ahead=ahead,
                 watch=self._watch if skip or ahead else None,
                 late_watch=_watch_process if self._loader.no_late_draws else None,
+                instead=self._list_share(),
             )
             return iterator
+
+    def _list_share(self) -> Iterable[Any] | None:
+        """Return what this process hands out of a rest that was dealt out anew."""
+        sampler = find_sampler(self._source)
+        if sampler is None or self._division.is_whole:
+            return None
+        share = self._division.list_share(sampler, self._rank)
+        return make_sampler(self._source, share)  # type: ignore[arg-type]
+
+    def _divide_anew(self, position: Mapping[str, Any], saved: Division) -> Iterator[Any] | None:
+        """Deal the rest of the epoch out to the processes that there are now.
+
+        A sampler that does not deal one order out goes on where it was, and so there is nothing to
+        deal out (``None``).
+        """
+        world_size, sampler = self._division.world_size, find_sampler(self._source)
+        if not self._is_gated:
+            self._refuse(
+                [
+                    f"{position['batch']} batches of this epoch are done by {saved.world_size}"
+                    f" processes, and how the rest of it belongs to {world_size} cannot be told; go"
+                    f" on with {saved.world_size} until the epoch is over"
+                ]
+            )
+        if not self._is_gated or sampler is None:
+            return None
+        theirs = range(self._rank, saved.world_size, world_size)  # each is proved by somebody
+        self._refuse(doubt_division(self._source, sampler, position, theirs))  # type: ignore[arg-type]
+        self._division = saved.go_on(
+            self._source,  # type: ignore[arg-type]
+            sampler,
+            position["batch"],
+            world_size,
+        )
+        logger.warning(
+            "%s: %d samples of this epoch are done by %d processes; the others are dealt out to %d",
+            describe(self._source),
+            self._division.samples,
+            saved.world_size,
+            world_size,
+        )
+        self._handed = position["batch"]
+        return self._make_iterator()
 
     def _replay(self, position: Mapping[str, Any]) -> Iterator[Any]:
         batches = position["batch"]

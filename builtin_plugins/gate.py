@@ -146,11 +146,16 @@ class Gate:
         ahead: int = 0,
         watch: Watch | None = None,
         late_watch: Watch | None = None,
+        instead: Iterable[Any] | None = None,
     ) -> tuple[Iterator[Any], Draws]:
-        """Make the loader's iterator; ``skip`` batches are drawn and never loaded."""
+        """Make the loader's iterator; ``skip`` batches are drawn and never loaded.
+
+        Indices come from the loader's own sampler, or from what is given ``instead``.
+        """
         made: list[Draws] = []
 
         def make(base: Iterable[Any]) -> Draws:
+            base = base if instead is None else instead
             batched = self._key == "batch_sampler" or isinstance(base, BatchSampler)
             made.append(Draws(iter(base), batched, skip, ahead, watch, late_watch))
             return made[0]

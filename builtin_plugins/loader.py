@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset
 import hookbus
 from builtin_plugins.gate import Gate
 from builtin_plugins.held import Held, has_own_state
+from builtin_plugins.new_rank import choose_seed, has_no_streams
 from builtin_plugins.spy import Spy
-from builtin_plugins.streams import SLOTS
+from builtin_plugins.streams import SLOTS, find_streams, read_stream, seed_stream
 from hookbus.errors import MismatchError, SamplerError
 
 logger = logging.getLogger("hookbus")
@@ -83,6 +84,11 @@ class Loader:
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
         state = resume.read()
+        if has_no_streams(resume):
+            for name, stream in find_streams(self.component).items():
+                seed_stream(stream, choose_seed(resume))
+                for slot in state["slots"].values():
+                    slot["streams"][name] = read_stream(stream)
         for name, saved, now in self.compare_settings(state["settings"]):
             exact = name not in OF_THE_ORDER
             resume.change(name, saved, now, then="adapt", exact=exact)

@@ -11,6 +11,7 @@ from builtin_plugins.course import Course
 from builtin_plugins.data_pass import Repeat
 from builtin_plugins.forgotten import Forgotten
 from builtin_plugins.loader import Loader
+from builtin_plugins.new_rank import has_no_streams
 from builtin_plugins.outers import Batches, Epochs, Steps
 from builtin_plugins.streams import GENERATORS
 from hookbus.errors import LoopError
@@ -162,7 +163,17 @@ class Loop:
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
-        self._course.put_state(resume.read())
+        state = resume.read()
+        assert resume.checkpoint is not None
+        saved = resume.checkpoint.world_size
+        if state["data"] is not None and saved != resume.world_size:
+            told = [resume.read(rank=rank)["data"]["digest"] for rank in range(saved)]
+            state["data"] |= {"digests": told, "is of another": resume.is_new_rank}
+        if has_no_streams(resume):
+            state[
+                "loaders"
+            ] = {}  # what loaders draw from that nobody attached is as they are built
+        self._course.put_state(state)
 
     @hookbus.hookimpl
     def resume_end(self, resume: hookbus.Resume) -> None:

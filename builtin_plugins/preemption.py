@@ -33,8 +33,7 @@ class Preemption:
     last safe point is handed to them. ``caught`` is the one that came, if any, for code that takes
     long and has no safe point of its own.
 
-    Of several processes one signal to one of them is enough: all save at the same safe point, and all
-    end so.
+    Of several processes a signal to one is enough: all save at the same safe point, and end so.
 
     Have SIGTERM sent to the training process alone, and not to its group: a loader's workers end on
     it, and training breaks without them.

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import hookbus
+from builtin_plugins.new_rank import choose_seed, has_no_streams
 from builtin_plugins.streams import (
     GENERATORS,
     SLOTS,
@@ -19,6 +20,8 @@ from builtin_plugins.streams import (
     put_stream,
     read_process_streams,
     read_stream,
+    seed_process_streams,
+    seed_stream,
 )
 
 logger = logging.getLogger("hookbus")
@@ -41,6 +44,9 @@ class _Slots:
     def _put(self, streams: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
+    def _seed(self, seed: int) -> None:
+        raise NotImplementedError
+
     @hookbus.hookimpl
     def note_streams(self, slot: str) -> Mapping[str, str]:
         self._slots[slot] = self._read()
@@ -60,6 +66,12 @@ class _Slots:
     def restore_training_state(self, resume: hookbus.Resume) -> None:
         self._slots = resume.read()
         self._restored = True
+        if has_no_streams(resume):
+            before = self._read()
+            self._seed(choose_seed(resume))
+            self._slots = dict.fromkeys(self._slots, self._read())
+            self._put(before)
+            resume.note(f"rank {resume.rank} is new, and its streams are seeded", warn=True)
 
     @hookbus.hookimpl
     def resume_end(self, resume: hookbus.Resume) -> None:
@@ -69,10 +81,15 @@ class _Slots:
 
 
 class Rng(_Slots):
-    """Saves the streams of this process: python, numpy, torch, and each accelerator in use."""
+    """Saves the streams of this process: python, numpy, torch, and each accelerator in use.
+
+    Where all processes had the same streams, a new one takes those; else it is seeded, so that
+    every resume of that checkpoint gives it the same numbers (`new_rank.choose_seed`).
+    """
 
     _read = staticmethod(read_process_streams)
     _put = staticmethod(put_process_streams)
+    _seed = staticmethod(seed_process_streams)
 
     @hookbus.hookimpl
     def resume_start(self, resume: hookbus.Resume) -> None:
@@ -106,6 +123,9 @@ class AttachedGenerator(_Slots):
 
     def _put(self, streams: Mapping[str, Any]) -> None:
         put_stream(self.component, streams[name_kind(self.component)])
+
+    def _seed(self, seed: int) -> None:
+        seed_stream(self.component, seed)
 
     @hookbus.hookimpl
     def check_state(self, resume: hookbus.Resume) -> None:

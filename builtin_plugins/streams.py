@@ -61,6 +61,26 @@ def put_stream(generator: Generator, state: Any) -> None:
             generator.setstate(state)
 
 
+def seed_stream(generator: Generator, seed: int) -> None:
+    """Put a generator where a seed puts a new one of its kind."""
+    match generator:
+        case torch.Generator():
+            generator.manual_seed(seed)
+        case np.random.Generator():
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
+        case np.random.RandomState():
+            generator.seed(seed % 2**32)
+        case _:
+            generator.seed(seed)
+
+
+def seed_process_streams(seed: int) -> None:
+    """Seed python's, numpy's and torch's streams, and those of each accelerator."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def name_kind(generator: Generator) -> str:
     """Return what must not differ between save and resume, such as ``Generator PCG64``."""
     match generator:

@@ -89,6 +89,16 @@ class Resume:
         return self.ranks.rank
 
     @property
+    def world_size(self) -> int:
+        """How many processes the run has now; ``checkpoint.world_size`` had it when saved."""
+        return self.ranks.world_size
+
+    def is_own(self, part: str | None = None) -> bool:
+        """Whether each process had its own of the section of the plugin being called."""
+        checkpoint, name = self._open_section()
+        return checkpoint.is_own(name, part)
+
+    @property
     def is_new_rank(self) -> bool:
         """Whether the checkpoint was saved by fewer processes, and this is one that it knows not.
 
@@ -109,19 +119,24 @@ class Resume:
     # -- for plugins ---------------------------------------------------------------------------
 
     def read(
-        self, part: str | None = None, *, targets: Mapping[str, torch.Tensor] | None = None
+        self,
+        part: str | None = None,
+        *,
+        targets: Mapping[str, torch.Tensor] | None = None,
+        rank: int | None = None,
     ) -> Any:
         """Load the section of the plugin being called, or one part of it, and hand it over.
 
         Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them. Where
         ``targets`` has one under the name in ``metadata(part).tensors``, that one is filled in
-        place and handed over instead; it may be sharded, and then only its shard is read.
+        place and handed over instead; it may be sharded, and then only its shard is read. Of what
+        each process has of its own it is that of this one, or of ``rank``.
 
         Raises:
             CorruptCheckpointError: the bytes are not those that were saved.
         """
         checkpoint, name = self._open_section()
-        state = checkpoint.read(name, part, targets=targets)
+        state = checkpoint.read(name, part, targets=targets, rank=rank)
         self._read.add(name)
         return state
 

@@ -247,6 +247,21 @@ def _note_changes(resume: Resume, checkpoint: Checkpoint) -> None:
         resume.tell(text)
     if resume.stage != "fit" or resume.fresh:
         return
+    ranks = resume.ranks
+    if checkpoint.world_size != ranks.world_size:
+        lost = range(ranks.world_size, checkpoint.world_size)
+        new = range(checkpoint.world_size, ranks.world_size)
+        why = f"what rank {_list_ranks(lost)} had of its own is left behind" if lost else ""
+        if new:
+            why = f"rank {_list_ranks(new)} is new and begins with what rank 0 had of its own"
+        resume.change(
+            "world size",
+            checkpoint.world_size,
+            ranks.world_size,
+            then="adapt",
+            exact=False,
+            why=why,
+        )
     for saved, now in (
         (checkpoint.settings, read_settings()),
         (checkpoint.versions, read_versions()),
@@ -254,6 +269,10 @@ def _note_changes(resume: Resume, checkpoint: Checkpoint) -> None:
         for name in {**saved, **now}:
             if saved.get(name) != now.get(name):
                 resume.change(name, saved.get(name), now.get(name), then="adapt", exact=False)
+
+
+def _list_ranks(ranks: range) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
 
 
 def _tell_changes(resume: Resume) -> None:

@@ -237,7 +237,7 @@ def kill_in_events(gang: Gang, every: int) -> dict[str, Any]:
     def stop(rank: int) -> str:
         return train(run, At("resume_start", lambda: None), Stop())
 
-    assert [end.told["error"] for end in gang.start(stop)] == ["Stopped"] * gang.world_size
+    assert [end.told["error"] for end in gang.start(stop)] == ["StoppedError"] * gang.world_size
     for event in RESUME_EVENTS:
         for victim in range(gang.world_size):
 
@@ -251,7 +251,7 @@ def kill_in_events(gang: Gang, every: int) -> dict[str, Any]:
     return told
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """The script broke on all ranks."""
 
 
@@ -262,7 +262,7 @@ class Stop:
 
     @hookbus.hookimpl(trylast=True)
     def save_end(self, checkpoint: object) -> None:
-        raise Stopped
+        raise StoppedError
 
 
 def break_in_events(gang: Gang, every: int) -> dict[str, Any]:

@@ -149,17 +149,23 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path} of step {self.step}>"
 
+    def is_own(self, section: str, part: str | None = None) -> bool:
+        """Whether each of several processes had its own state."""
+        return bool(self._find_section(section).parts[part].ranks)
+
     def read(
         self,
         section: str,
         part: str | None = None,
         *,
         targets: Mapping[str, torch.Tensor] | None = None,
+        rank: int | None = None,
     ) -> Any:
         """Load a state. Its tensors and arrays are fresh, on the CPU, and share nothing.
 
         Where ``targets`` has a tensor under the name of one in `tensors`, that one is filled in
-        place and stands in the state. It may be sharded.
+        place and stands in the state. It may be sharded. Of what each process has of its own it is
+        that of ``rank``, or of the one set here.
 
         Raises:
             MissingSectionError: there is no such section or part.
@@ -169,7 +175,10 @@ class Checkpoint:
         """
         from hookbus.checkpoint.loading import load
 
-        with self._name_section(section, part), self._open_source(section, part) as source:
+        with (
+            self._name_section(section, part),
+            self._open_source(section, part, rank) as source,
+        ):
             return load(source, targets)
 
     def read_into(
@@ -347,10 +356,12 @@ class Checkpoint:
         return open_tensors(self.path / part.file.name, part.file, part.tensors)
 
     @contextmanager
-    def _open_source(self, section: str, part: str | None) -> Iterator[Source]:
+    def _open_source(
+        self, section: str, part: str | None, rank: int | None = None
+    ) -> Iterator[Source]:
         from hookbus.checkpoint.loading import Source
 
-        found, trusted = self._find_part(section, part), section in self._trusted
+        found, trusted = self._find_part(section, part, rank), section in self._trusted
         folder = self.path / folder_of_ranks(section, part)
         if found.shards is not None:
             if gaps := list(found.shards.find_gaps(found.tensors)):
