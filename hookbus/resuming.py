@@ -178,17 +178,22 @@ def _find_damage(
         except CorruptCheckpointError as error:
             found = error
     told = resume.ranks.gather("what is damaged", found and str(found))
-    return found or next((CorruptCheckpointError(text) for text in told if text), None)
+    damage = found or next((CorruptCheckpointError(text) for text in told if text), None)
+    if damage is None and resume.request.verify == "hashes":
+        checkpoint.trust(resume.list_wanted())
+    return damage
 
 
 def _verify(resume: Resume, checkpoint: Checkpoint, watch: Watch) -> None:
+    """Look at this rank's share of the files."""
     wanted = resume.list_wanted()
-    total = sum(checkpoint.sections[name].bytes for name in wanted)
+    share = resume.ranks.rank, resume.ranks.world_size
+    total = sum(checkpoint.sections[name].bytes for name in wanted) // resume.ranks.world_size
     if resume.request.verify == "sizes":
-        checkpoint.verify(wanted, hashes=False)
+        checkpoint.verify(wanted, hashes=False, share=share)
     else:
         with watch("verifying", checkpoint.path, checkpoint.step, total) as on_bytes:
-            checkpoint.verify(wanted, on_bytes=on_bytes)
+            checkpoint.verify(wanted, on_bytes=on_bytes, share=share)
 
 
 def _check(resume: Resume, plugins: Plugins, *, last: bool) -> None:
