@@ -77,7 +77,7 @@ def read_chunks(
     """
     needed: dict[int, list[tuple[str, ReadItem]]] = defaultdict(list)
     live = {name: target.detach() for name, target in targets.items()}
-    planner, items = _plan(live, infos, layouts)
+    planner, items = plan_reading(live, infos, layouts)
     for item in items:
         name = item.storage_index.fqn
         needed[layouts[name][item.storage_index.index or 0].rank].append((name, item))
@@ -105,7 +105,7 @@ def read_chunks(
         torch.autograd.graph.increment_version(target)  # as copy_ would
 
 
-def _plan(
+def plan_reading(
     live: dict[str, torch.Tensor],
     infos: Mapping[str, TensorInfo],
     layouts: Mapping[str, Layout],

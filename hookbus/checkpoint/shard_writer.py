@@ -5,14 +5,16 @@ torch's distributed checkpoint plans who writes what; the files are ours.
 
 from __future__ import annotations
 
-import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import numpy
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from hookbus.checkpoint import files
 from hookbus.checkpoint.dtensors import Cut
@@ -33,8 +35,8 @@ from hookbus.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-AT_ONCE = 200_000
-"""Chunks that are planned at a time: rank 0 needs about a KiB for each, of all ranks."""
+SPREAD = 8
+"""Over how many ranks at most the copies of tensors of one sort are spread."""
 
 
 def describe_tensors(flat: Flat) -> dict[str, TensorInfo]:
@@ -117,23 +119,60 @@ def _find_plan(
         assert known is not None
         return known
     left = {*uncompared} if peers.rank else set()
-    plan = plans[folder.name] = Plan(fingerprint, [], {})
+    mine = {name: tensor for name, tensor in flat.tensors.items() if name not in left}
     names = list(flat.tensors)
-    count = max(1, AT_ONCE // peers.world_size)
-    for start in range(0, len(names), count):
-        some = names[start : start + count]
-        mine = {name: flat.tensors[name] for name in some if name not in left}
-        plan.layouts.update(dict.fromkeys(some, ()))
+    ids = number_patterns(names, mine, flat.cuts)
+    leaders = peers.exchange(lambda: ids, lambda sent: [find_leaders(sent)] * len(sent))
+    led = {name: names[leader] for name, leader in zip(names, leaders, strict=True)}
+    leading = {name: mine[name] for name in dict.fromkeys(led.values()) if name in mine}
+    layouts: dict[str, Layout] = dict.fromkeys(led.values(), ())
 
-        def decide(sent: list[SavePlan]) -> Sequence[list[str]]:
-            planned = plan_all(sent)
-            for rank, items in enumerate(planned):
-                for item in items:
-                    plan.layouts[item.index.fqn] += (_take_chunk(rank, item),)
-            return [[item.index.fqn for item in items] for items in planned]
+    def decide(sent: list[SavePlan]) -> Sequence[list[str]]:
+        planned = plan_all(sent)
+        for rank, items in enumerate(planned):
+            for item in items:
+                layouts[item.index.fqn] += (take_chunk(rank, item),)
+        return [[item.index.fqn for item in items] for items in planned]
 
-        plan.names.extend(peers.exchange(functools.partial(plan_local, mine, flat.cuts), decide))
+    chosen = {*peers.exchange(lambda: plan_local(leading, flat.cuts), decide)}
+    plan = plans[folder.name] = Plan(
+        fingerprint,
+        [name for name in names if led[name] in chosen],
+        {name: layouts[leader] for name, leader in led.items()},
+    )
     return plan
+
+
+def number_patterns(
+    names: Sequence[str], tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]
+) -> NDArray[numpy.int32]:
+    """Return a number for each tensor, int32 [tensors]: the same for those that are cut alike."""
+    numbers: dict[object, int] = {}
+    found = []
+    for name in names:
+        tensor = tensors.get(name)
+        like = tensor is not None and (tensor.dtype, tensor.shape, cuts.get(name))
+        found.append(numbers.setdefault(like, len(numbers)))
+    return numpy.array(found, numpy.int32)
+
+
+def find_leaders(numbers: Sequence[NDArray[numpy.int32]]) -> list[int]:
+    """Return for each tensor the position of one that every rank cuts alike, and that leads it.
+
+    What holds for its leader holds for a tensor too, so only leaders need planning. There are
+    several for tensors of one sort, so that copies on several ranks are not all written by one.
+    """
+    _, sorts = numpy.unique(numpy.stack(numbers), axis=1, return_inverse=True)
+    leaders: dict[int, list[int]] = {}
+    counts: Counter[int] = Counter()
+    found = []
+    for position, sort in enumerate(sorts.reshape(-1).tolist()):
+        leading = leaders.setdefault(sort, [])
+        if len(leading) < SPREAD:
+            leading.append(position)
+        found.append(leading[counts[sort] % SPREAD])
+        counts[sort] += 1
+    return found
 
 
 def _take_fingerprint(flat: Flat, uncompared: Collection[str]) -> str:
@@ -218,7 +257,7 @@ def plan_all(plans: list[SavePlan]) -> list[list[WriteItem]]:
     return [plan.items for plan in planner.create_global_plan(plans)[0]]
 
 
-def _take_chunk(rank: int, item: WriteItem) -> Chunk:
+def take_chunk(rank: int, item: WriteItem) -> Chunk:
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return Chunk(rank, tuple(chunk.offsets), tuple(chunk.sizes))
