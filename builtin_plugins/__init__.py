@@ -15,10 +15,13 @@ from builtin_plugins.save_policy import SavePolicy
 from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
+from builtin_plugins.strategy_ddp import DDP
 from builtin_plugins.strategy_fsdp2 import FSDP2
+from builtin_plugins.strategy_single import Single
 from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, Moment, OverheadTarget, When
 
 __all__ = [
+    "DDP",
     "AttachedGenerator",
     "Callbacks",
     "DataModule",
@@ -43,6 +46,7 @@ __all__ = [
     "Rng",
     "SavePolicy",
     "Scheduler",
+    "Single",
     "Stateful",
     "Strategy",
     "TensorState",

@@ -38,6 +38,7 @@ from builtin_plugins.names import (
     rename,
 )
 from builtin_plugins.sharded import make_targets
+from builtin_plugins.strategy_ddp import SUMS_DIFFER, sums_differ
 from hookbus.errors import AttachError, CallError, MismatchError, StateError
 
 _LIGHTNING = ("lightning.", "pytorch_lightning.")
@@ -190,6 +191,11 @@ class Model:
             changed = restore_training(module, self._rename_keys(rest["training"]))
             if changed:
                 resume.note(f"modes put back: {list_some(changed)}")
+
+    @hookbus.hookimpl
+    def resume_end(self, resume: hookbus.Resume) -> None:
+        if resume.stage == "fit" and resume.world_size > 2 and sums_differ(self.component):
+            resume.note(SUMS_DIFFER, warn=resume.ranks.is_first)
 
     def _load_state_dict(
         self, resume: hookbus.Resume, state: dict[str, Any], metadata: Mapping[str, Any]

@@ -21,18 +21,29 @@ _DONE = {"writing": "wrote", "verifying": "verified", "reading": "read"}
 class Progress:
     """Draw a bar on stderr for each transfer from 64 MiB up, and one line when it is over.
 
-    Silent where stderr is not a terminal.
+    Silent where stderr is not a terminal, and on all processes of a run but the first.
     """
 
     kind = "progress"
 
     def __init__(self) -> None:
+        self._bus: hookbus.HookBus | None = None
         self._transfer: hookbus.Transfer | None = None
         self._bar: rich.progress.Progress | None = None
         self._drawn_at = 0.0
 
     @hookbus.hookimpl
+    def bus_open(self, bus: hookbus.HookBus) -> None:
+        self._bus = bus
+
+    @hookbus.hookimpl
+    def bus_close(self) -> None:
+        self._bus = None
+
+    @hookbus.hookimpl
     def bytes_moved(self, transfer: hookbus.Transfer) -> None:
+        if self._bus is not None and not self._bus.ranks.is_first:
+            return
         if transfer.total < SHOWN_FROM or sys.stderr is None or not sys.stderr.isatty():
             return
         if not transfer.ended:

@@ -178,17 +178,15 @@ def _find_damage(
         except CorruptCheckpointError as error:
             found = error
     told = resume.ranks.gather("what is damaged", found and str(found))
-    damage = found or next((CorruptCheckpointError(text) for text in told if text), None)
-    if damage is None and resume.request.verify == "hashes":
-        checkpoint.trust(resume.list_wanted())
-    return damage
+    if not any(told) and resume.request.verify == "hashes":
+        checkpoint.trust(resume.list_wanted())  # each rank has seen its share
+    return found or next((CorruptCheckpointError(text) for text in told if text), None)
 
 
 def _verify(resume: Resume, checkpoint: Checkpoint, watch: Watch) -> None:
-    """Look at this rank's share of the files."""
-    wanted = resume.list_wanted()
-    share = resume.ranks.rank, resume.ranks.world_size
-    total = sum(checkpoint.sections[name].bytes for name in wanted) // resume.ranks.world_size
+    """Look at every byte, or at the sizes; of several processes each takes a share of the files."""
+    wanted, share = resume.list_wanted(), (resume.rank, resume.world_size)
+    total = sum(checkpoint.sections[name].bytes for name in wanted) // resume.world_size
     if resume.request.verify == "sizes":
         checkpoint.verify(wanted, hashes=False, share=share)
     else:

@@ -64,7 +64,7 @@ def build() -> Parts:
     return Parts(attached, loader, body, head=sampler.set_epoch, epochs=2)
 
 
-def shorten(digest: list[Any]) -> str:
+def shorten(digest: object) -> str:
     return "cut" if digest is CUT else hashlib.sha256(repr(digest).encode()).hexdigest()
 
 
