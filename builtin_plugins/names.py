@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from builtin_plugins.sharded import reshard
 from hookbus.errors import StateError
 
 # Which child each wrapper wraps. Found by the full name of its class, because importing dynamo
@@ -98,6 +99,7 @@ def parameter_names(components: Mapping[str, object]) -> dict[int, str]:
         if isinstance(component, torch.Tensor):
             names.setdefault(id(component), component_name)
         elif isinstance(component, nn.Module):
+            reshard(component)
             for path, parameter in component.named_parameters():
                 name = f"{component_name}.{drop_wrappers(component, path)}"
                 names.setdefault(id(parameter), name)

@@ -27,6 +27,14 @@ def get_version(tensor: torch.Tensor) -> tuple[int, ...]:
     return (tensor._version,)
 
 
+def reshard(module: torch.nn.Module) -> None:
+    """Let FSDP put its own parameters back, which it does not do after an evaluation."""
+    if (fsdp := sys.modules.get("torch.distributed.fsdp")) is not None:
+        for each in module.modules():
+            if isinstance(each, fsdp.FSDPModule):
+                each.reshard()
+
+
 def make_targets(saved: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return, by the names of a section's file, where the state of a sharded parameter is read to.
 

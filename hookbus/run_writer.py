@@ -54,6 +54,7 @@ class RunWriter:
     ranks: Ranks = ALONE
     _writing: bool = attrs.field(default=False, init=False)
     _ranks_behind: Ranks | None = attrs.field(default=None, init=False)
+    _plans: dict[str, Any] = attrs.field(factory=dict, init=False)
     _staging: Staging = attrs.field(factory=Staging, init=False)
     _background: Background[Checkpoint] | None = attrs.field(default=None, init=False)
     _step_behind: int = attrs.field(default=-1, init=False)
@@ -164,7 +165,7 @@ class RunWriter:
         if self._ranks_behind is None:  # all ranks are here now, and make it together
             self._ranks_behind = self.ranks.make_others()
         peers = self.ranks if wait else self._ranks_behind
-        return functools.partial(write_checkpoint_together, peers=peers)
+        return functools.partial(write_checkpoint_together, peers=peers, plans=self._plans)
 
     # -- behind training -----------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,6 +153,10 @@ def run(
             model(x).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+            model.train()
             if save == "behind training":
                 bus.save(wait=False)
         for name in freeze:
@@ -196,6 +201,87 @@ def run_exactly(folder: str, hows: list[str]) -> dict[str, Any]:
             "events": rest["events"],
         }
     return told
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+MIB = 2**20
+
+
+def read_kernel(file: str, key: str) -> int:
+    """Return a number that the kernel keeps of this process."""
+    lines = Path(f"/proc/self/{file}").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+
+class Stack(nn.Module):
+    """Matrices of 1 KiB a row."""
+
+    def __init__(self, matrices: int, mebibytes: int) -> None:
+        super().__init__()
+        for i in range(matrices):
+            self.register_parameter(f"m{i}", nn.Parameter(torch.empty(mebibytes * 1024, 256)))
+
+
+class Peak:
+    """The peak of this process's memory while something runs, in MiB above what was there."""
+
+    def __enter__(self) -> Peak:
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        self._before = read_kernel("status", "VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.mebibytes = (read_kernel("status", "VmHWM") - self._before) / 1024
+
+
+def measure(folder: str, matrices: int, mebibytes: int, save: bool) -> dict[str, Any]:
+    """Tell how much memory a save or a resume takes, and how much is read, on this rank."""
+    with torch.device("meta"):
+        model = Stack(matrices, mebibytes)
+    told: dict[str, Any] = {}
+    warm_up = fully_shard(nn.Linear(2, 2))  # what torch needs once
+    torch.optim.SGD(warm_up.parameters(), lr=0.1, momentum=0.9).step()
+    with hookbus.HookBus() as bus, Peak() as resuming:
+        loop = Loop()
+        bus.attach(model=model, loop=loop)
+        bus.register(
+            FSDP2(initial=None if not save else lambda: build_stack(matrices, mebibytes)), "s"
+        )
+        with bus.resuming(folder) as resume:
+            resume.configure_sharded()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            bus.attach(optimizer=optimizer)
+        if save:
+            for _ in loop.steps(1):
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad()
+            with Peak() as saving:
+                bus.save()
+            told["saving"] = saving.mebibytes
+    told["resuming"] = resuming.mebibytes
+    shards = [each.to_local() for each in model.parameters()]
+    moments = [each["momentum_buffer"].to_local() for each in optimizer.state.values()]
+    told["own"] = sum(each.nbytes for each in shards + moments) / MIB
+    told["bits"] = take_bits(model, optimizer)
+    checkpoint = hookbus.checkpoints(folder)[-1]
+    checkpoint.verify()
+    before = read_kernel("io", "rchar")
+    checkpoint.read_into("model", model.state_dict())
+    told["read"] = (read_kernel("io", "rchar") - before) / MIB
+    told["shards"] = sum(each.nbytes for each in shards) / MIB
+    return told
+
+
+def build_stack(matrices: int, mebibytes: int) -> Stack:
+    torch.manual_seed(0)
+    stack = Stack(matrices, mebibytes)
+    for parameter in stack.parameters():
+        nn.init.normal_(parameter)
+    return stack
 
 
 if __name__ == "__main__":

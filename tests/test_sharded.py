@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from crew import start
 
+import hookbus
+
 IN_FRONT = ["restore_model", "configure_sharded"]
 BEHIND = IN_FRONT[::-1]
 WAYS = ("fsdp", "tp", "2d", "ddp", "first", "behind", "meta")
@@ -97,3 +99,40 @@ def test_a_parameter_that_is_frozen_by_now_keeps_its_moments(tmp_path: Path) -> 
     assert told["before"] == saved["after"]
     kept = [each["moments"]["second.bias"] for each in (told["before"], told["after"])]
     assert kept[0] == kept[1]
+
+
+def test_a_rank_holds_its_own_shards_and_one_tensor_more_and_reads_no_other_bytes(
+    tmp_path: Path,
+) -> None:
+    """Source: pytorch/pytorch#149640, huggingface/lerobot#4009"""
+    size = {"folder": str(tmp_path / "run"), "matrices": 6, "mebibytes": 24}
+    saved = call(3, "measure", save=True, **size)
+    for told in saved:
+        assert told["saving"] < 24
+    for told in call(2, "measure", save=False, **size):
+        assert told["bits"] == saved[0]["bits"]
+        assert told["resuming"] < told["own"] + 24 + 16  # what torch needs for itself besides
+        assert told["shards"] <= told["read"] < told["shards"] + 1
+
+
+def test_a_lost_or_damaged_shard_is_found_by_all_and_the_one_before_is_taken(
+    tmp_path: Path,
+) -> None:
+    """Source: pytorch/torchtitan#4011, facebookresearch/metaseq#158"""
+    run = tmp_path / "run"
+    saved = [call(2, "run", folder=str(run), how="behind", steps=1)[0] for _ in range(2)]
+    newest = hookbus.checkpoints(run)[-1].path
+    for number, damage in enumerate(("lose", "empty", "flip")):
+        copy = tmp_path / damage
+        shutil.copytree(run, copy)
+        shard = copy / newest.name / "optimizer" / "rank00001.safetensors"
+        data = shard.read_bytes()
+        shard.unlink()
+        if damage != "lose":
+            shard.write_bytes(b"" if damage == "empty" else data[:-1] + bytes([data[-1] ^ 1]))
+        world_size = 1 + number % 2
+        how = "plain" if world_size == 1 else "tp"
+        for told in call(world_size, "run", folder=str(copy), how=how, steps=0, save="never"):
+            assert told["step"] == 1
+            assert told["before"] == saved[0]["after"]
+        assert [each.step for each in hookbus.checkpoints(copy)] == [1]

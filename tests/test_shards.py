@@ -22,7 +22,7 @@ from hookbus.checkpoint.dtensors import Cut
 from hookbus.checkpoint.loading import Source, load, load_into
 from hookbus.checkpoint.manifest import PartInfo
 from hookbus.checkpoint.shard_files import find_shard_damage
-from hookbus.checkpoint.shard_writer import describe_tensors, write_shards
+from hookbus.checkpoint.shard_writer import Plans, describe_tensors, write_shards
 from hookbus.checkpoint.shards import Chunk, Shards, find_gap
 from hookbus.checkpoint.tree import Flat, flatten
 from hookbus.errors import CorruptCheckpointError, FormatError, MismatchError
@@ -35,6 +35,7 @@ class Peers:
 
     def __init__(self, rank: int, meeting: threading.Barrier, table: list[Any]) -> None:
         self.rank, self._meeting, self._table = rank, meeting, table
+        self.world_size = len(table)
 
     def exchange(
         self, work: Callable[[], Any], decide: Callable[[list[Any]], Sequence[Any]]
@@ -76,7 +77,10 @@ def cut_rows(state: dict[str, Any], rank: int, ranks: int, whole: Sequence[str] 
 
 
 def write(
-    folder: Path | Sequence[Path], flats: Sequence[Flat], uncompared: Sequence[str] = ()
+    folder: Path | Sequence[Path],
+    flats: Sequence[Flat],
+    uncompared: Sequence[str] = (),
+    plans: Sequence[Plans | None] = (None,) * 9,
 ) -> PartInfo:
     """Write what each rank has, all at once, and return what the manifest would say."""
     folders = [folder] * len(flats) if isinstance(folder, Path) else folder
@@ -85,7 +89,9 @@ def write(
 
     def work(rank: int) -> None:
         peers = Peers(rank, meeting, table)
-        results[rank] = _try(lambda: write_shards(folders[rank], flats[rank], peers, uncompared))
+        results[rank] = _try(
+            lambda: write_shards(folders[rank], flats[rank], peers, uncompared, plans=plans[rank])
+        )
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(flats))]
     for each in threads:
@@ -255,6 +261,54 @@ def test_targets_are_filled_and_stand_in_the_state(
         load(open_source(folder, part), {"a": torch.zeros(7, 4)})
 
 
+# -- who writes what -----------------------------------------------------------------------------
+
+
+def list_written(folder: Path) -> list[list[str]]:
+    """Return the names in the list of each rank."""
+    lists = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return [[*each["tensors"]] for each in lists]
+
+
+def test_many_tensors_that_are_cut_alike_are_planned_as_few_and_all_come_back(
+    tmp_path: Path,
+) -> None:
+    state = {f"t{i}": torch.randn(5 + i % 2, 3) for i in range(60)}
+    part = write(tmp_path / "model", [cut_rows(state, rank, 3) for rank in range(3)])
+    assert part.shards is not None
+    assert len(part.shards.layouts) == 2
+    assert [sorted(each) for each in list_written(tmp_path / "model")] == [sorted(state)] * 3
+    assert_same(load(open_source(tmp_path / "model", part)), state)
+
+
+def test_what_every_rank_has_is_not_all_written_by_one(tmp_path: Path) -> None:
+    state = {"cut": torch.randn(4, 2), **{f"t{i}": torch.randn(9) for i in range(40)}}
+    whole = [name for name in state if name != "cut"]
+    part = write(tmp_path / "model", [cut_rows(state, rank, 2, whole) for rank in range(2)])
+    first, second = list_written(tmp_path / "model")
+    assert abs(len(first) - len(second)) <= 2
+    assert sorted([*first, *second]) == sorted([*state, "cut"])
+    assert_same(load(open_source(tmp_path / "model", part)), state)
+
+
+def test_a_plan_is_used_again_until_a_tensor_is_cut_another_way(tmp_path: Path) -> None:
+    plans: list[Plans] = [{}, {}]
+    state = {"a": torch.randn(6, 2), "b": torch.randn(3)}
+    kept = []
+    for number, cut in enumerate((2, 2, 3)):
+        folder = tmp_path / str(number) / "model"
+        folder.parent.mkdir()
+        flats = [cut_rows(state, rank, 2, ["b"]) for rank in range(2)]
+        for rank, (start, end) in enumerate(((0, cut + 1), (cut + 1, 6))):
+            flats[rank].tensors["a"] = state["a"][start:end]
+            flats[rank].cuts["a"] = Cut((6, 2), (start, 0))
+        part = write(folder, flats, plans=plans)
+        assert_same(load(open_source(folder, part)), state)
+        kept.append([each["model"] for each in plans])
+    assert kept[0][0] is kept[1][0] is not kept[2][0]
+    assert kept[0][1] is kept[1][1] is not kept[2][1]
+
+
 # -- what is never written -----------------------------------------------------------------------
 
 
@@ -280,7 +334,7 @@ def test_chunks_that_overlap_or_leave_a_hole_are_never_written(tmp_path: Path) -
         flats[1].cuts["a"] = Cut((8, 2), (start, 0))
         with pytest.raises(Exception, match=r"(?i)overlap|bounds|fill"):
             write(tmp_path / f"model{number}", flats)
-        assert not (tmp_path / f"model{number}").exists()
+        assert not list((tmp_path / f"model{number}").iterdir())
 
 
 # -- damage --------------------------------------------------------------------------------------

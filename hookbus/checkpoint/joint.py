@@ -14,7 +14,7 @@ from hookbus.checkpoint.manifest import PartInfo, write_rank_list
 from hookbus.checkpoint.peers import Peers
 from hookbus.checkpoint.rank_lists import RankFile, folder_of_ranks, name_list
 from hookbus.checkpoint.reader import Checkpoint, open_checkpoint
-from hookbus.checkpoint.shard_writer import describe_tensors, write_shards
+from hookbus.checkpoint.shard_writer import Plans, describe_tensors, write_shards
 from hookbus.checkpoint.writer import Draft, Parts, Section, write_part
 from hookbus.errors import CorruptCheckpointError
 
@@ -38,6 +38,7 @@ def write_checkpoint_together(
     previous: Checkpoint | None = None,
     before_commit: Callable[[], None] = lambda: None,
     on_bytes: Callable[[int], None] | None = None,
+    plans: Plans | None = None,
     **facts: Any,
 ) -> Checkpoint:
     """Write a checkpoint like ``write_checkpoint``, all ranks together, and return it on each.
@@ -45,7 +46,8 @@ def write_checkpoint_together(
     ``sections`` are on rank 0 all that there is, on others the parts of their own and those with
     sharded tensors, which are written by all. Rank 0 makes the
     folder and commits it when every file of every rank is there and on the disk. If one rank
-    breaks, nothing is left behind, and all raise.
+    breaks, nothing is left behind, and all raise. ``plans`` keeps for the next call who writes what
+    of sharded tensors.
 
     Raises:
         RankError: another rank broke, or is gone.
@@ -64,7 +66,7 @@ def write_checkpoint_together(
         with peers.together("writing a checkpoint"):
             parts = draft.write_parts(folder, sections, previous, on_bytes) if draft else {}
             receipts = _write_own(folder, peers.rank, sections, on_bytes)
-        sharded = _write_sharded(folder, peers, sections, on_bytes)
+        sharded = _write_sharded(folder, peers, sections, plans, on_bytes)
         every = peers.gather("what was written", receipts)
         with peers.together("committing a checkpoint"):
             if draft is not None:
@@ -98,6 +100,7 @@ def _write_sharded(
     folder: Path,
     peers: Peers,
     sections: Sequence[Section],
+    plans: Plans | None,
     on_bytes: Callable[[int], None] | None,
 ) -> Parts:
     """Write this rank's chunks; on rank 0, return the parts that all have written."""
@@ -107,7 +110,9 @@ def _write_sharded(
             if not part.is_sharded:
                 continue
             place, flat = folder / folder_of_ranks(section.name, name), part.flat
-            shards = write_shards(place, flat, peers, part.uncompared, on_bytes)
+            shards = write_shards(
+                place, flat, peers, part.uncompared, plans=plans, on_bytes=on_bytes
+            )
             if shards is not None:
                 infos = describe_tensors(flat)
                 key = section.name, name

@@ -6,8 +6,9 @@ tensor; each rank plans for itself, so that reading needs no other rank.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from hookbus.checkpoint.tensors import view_bytes
 from hookbus.errors import CorruptCheckpointError
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import ReadItem
 
 
@@ -77,7 +79,7 @@ def read_chunks(
     """
     needed: dict[int, list[tuple[str, ReadItem]]] = defaultdict(list)
     live = {name: target.detach() for name, target in targets.items()}
-    planner, items = _plan(live, infos, layouts)
+    planner, items = plan_reading(live, infos, layouts)
     for item in items:
         name = item.storage_index.fqn
         needed[layouts[name][item.storage_index.index or 0].rank].append((name, item))
@@ -105,12 +107,58 @@ def read_chunks(
         torch.autograd.graph.increment_version(target)  # as copy_ would
 
 
-def _plan(
+def plan_reading(
     live: dict[str, torch.Tensor],
     infos: Mapping[str, TensorInfo],
     layouts: Mapping[str, Layout],
 ) -> tuple[Any, list[ReadItem]]:
+    """Return what to read, and the planner, which knows where it goes.
+
+    Tensors that are cut alike, in the files and here, are planned once.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    alike: dict[object, list[str]] = {}
+    for name, each in live.items():
+        sort = id(layouts[name]), infos[name].sizes, _list_boxes(each)
+        alike.setdefault(sort, []).append(name)
+    leaders = {names[0]: names for names in alike.values()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    metadata = _describe(leaders, infos, layouts)
+    planner.set_up_planner({name: live[name] for name in leaders}, metadata)
+    items = planner.finish_plan(planner.create_local_plan()).items
+    planner.set_up_planner(live)
+    return planner, [
+        _rename(item, name)
+        for item in items
+        if 0 not in item.lengths
+        for name in leaders[item.storage_index.fqn]
+    ]
+
+
+def _list_boxes(live: torch.Tensor) -> object:
+    """Return which boxes of the whole tensor are here; ``None`` for a plain one."""
+    if not hasattr(live, "__create_chunk_list__"):
+        return None
+    return tuple((*each.offsets, *each.sizes) for each in live.__create_chunk_list__())
+
+
+def _rename(item: ReadItem, name: str) -> ReadItem:
+    if item.storage_index.fqn == name:
+        return item
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    there, here = item.storage_index, item.dest_index
+    return dataclasses.replace(
+        item,
+        storage_index=MetadataIndex(name, there.offset, there.index),
+        dest_index=MetadataIndex(name, here.offset, here.index),
+    )
+
+
+def _describe(
+    names: Iterable[str], infos: Mapping[str, TensorInfo], layouts: Mapping[str, Layout]
+) -> Metadata:
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
@@ -118,27 +166,19 @@ def _plan(
         TensorStorageMetadata,
     )
 
-    chunks: dict[int, list[ChunkStorageMetadata]] = {}
-    for layout in layouts.values():  # made once for all tensors that are cut alike
-        if id(layout) not in chunks:
-            chunks[id(layout)] = [
-                ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-                for each in layout
-            ]
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    metadata = Metadata(
+    return Metadata(
         {
             name: TensorStorageMetadata(
                 TensorProperties(infos[name].dtype),
                 torch.Size(infos[name].sizes),
-                chunks[id(layouts[name])],
+                [
+                    ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
+                    for each in layouts[name]
+                ],
             )
-            for name in live
+            for name in names
         }
     )
-    planner.set_up_planner(live, metadata)
-    items = planner.finish_plan(planner.create_local_plan()).items
-    return planner, [item for item in items if 0 not in item.lengths]
 
 
 def _copy_box(

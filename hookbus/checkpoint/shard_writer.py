@@ -5,13 +5,16 @@ torch's distributed checkpoint plans who writes what; the files are ours.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
+import numpy
 import torch
 import xxhash
+from numpy.typing import NDArray
 
 from hookbus.checkpoint import files
 from hookbus.checkpoint.dtensors import Cut
@@ -32,6 +35,9 @@ from hookbus.errors import CorruptCheckpointError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+SPREAD = 8
+"""Over how many ranks at most the copies of tensors of one sort are spread."""
+
 
 def describe_tensors(flat: Flat) -> dict[str, TensorInfo]:
     """Describe the tensors of a part as they are on all ranks together, without a hash."""
@@ -45,51 +51,136 @@ def describe_tensors(flat: Flat) -> dict[str, TensorInfo]:
     return infos
 
 
+@attrs.frozen(eq=False)
+class Plan:
+    """What this rank writes of a part, and on rank 0 the layout of each tensor.
+
+    It holds as long as no rank has other tensors or other cuts: then ``fingerprint`` is the same.
+    """
+
+    fingerprint: str
+    names: list[str]
+    layouts: dict[str, Layout]
+
+
+Plans = dict[str, Plan]  # by folder
+
+
 def write_shards(
     folder: Path,
     flat: Flat,
     peers: Peers,
     uncompared: Collection[str] = (),
+    *,
+    plans: Plans | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Shards | None:
     """Write this rank's part of a state into ``folder``; return on rank 0 what the manifest says.
 
     All ranks call it with the same state, each with what it holds of the sharded tensors; what is
     not sharded is the same on all of them, but for ``uncompared`` tensors, of which rank 0's are
-    written. Rank 0 makes the folder. All of it is on the disk when it returns.
+    written. Rank 0 makes the folder. All of it is on the disk when it returns. ``plans`` keeps
+    what was planned for the next call.
 
     Raises:
         WriteError: the disk refused.
         CorruptCheckpointError: what a rank wrote is not here.
     """
-    layouts: dict[str, Layout] = {}
-
-    def decide(sent: list[SavePlan]) -> Sequence[SavePlan]:
-        plans = _plan(sent)
-        layouts.update(dict.fromkeys(flat.tensors, ()))
-        for rank, plan in enumerate(plans):
-            for item in plan.items:
-                layouts[item.index.fqn] += (_take_chunk(rank, item),)
-        files.create_folder(folder)
-        return plans
-
-    left = uncompared if peers.rank else ()
-    mine = {name: tensor for name, tensor in flat.tensors.items() if name not in left}
-    plan = peers.exchange(lambda: plan_local(mine, flat.cuts), decide)
-    names = [item.index.fqn for item in plan.items]
+    plan = _find_plan(folder, flat, peers, uncompared, {} if plans is None else plans)
 
     def collect(sent: list[_Receipt | None]) -> Sequence[Shards | None]:
         for rank, receipt in enumerate(sent):
             if receipt is not None:
                 _check(folder, rank, receipt)
         ranks = {rank: each.list for rank, each in enumerate(sent) if each is not None}
-        shards = Shards.make(layouts, ranks)
+        shards = Shards.make(plan.layouts, ranks)
         if gaps := list(shards.find_gaps(describe_tensors(flat))):
             raise CorruptCheckpointError(f"{folder}: {'; '.join(gaps)}")
         files.sync_folder(folder)
         return [shards] + [None] * (len(sent) - 1)
 
-    return peers.exchange(lambda: _write(folder, peers.rank, flat, names, on_bytes), collect)
+    return peers.exchange(lambda: _write(folder, peers.rank, flat, plan.names, on_bytes), collect)
+
+
+def _find_plan(
+    folder: Path, flat: Flat, peers: Peers, uncompared: Collection[str], plans: Plans
+) -> Plan:
+    """Take the plan of the last save if it still holds on all ranks, else plan together."""
+    known, fingerprint = plans.get(folder.name), _take_fingerprint(flat, uncompared)
+
+    def compare(sent: list[bool]) -> Sequence[bool]:
+        files.create_folder(folder)
+        return [all(sent)] * len(sent)
+
+    is_known = peers.exchange(
+        lambda: known is not None and known.fingerprint == fingerprint, compare
+    )
+    if is_known:
+        assert known is not None
+        return known
+    left = {*uncompared} if peers.rank else set()
+    mine = {name: tensor for name, tensor in flat.tensors.items() if name not in left}
+    names = list(flat.tensors)
+    ids = number_patterns(names, mine, flat.cuts)
+    leaders = peers.exchange(lambda: ids, lambda sent: [find_leaders(sent)] * len(sent))
+    led = {name: names[leader] for name, leader in zip(names, leaders, strict=True)}
+    leading = {name: mine[name] for name in dict.fromkeys(led.values()) if name in mine}
+    layouts: dict[str, Layout] = dict.fromkeys(led.values(), ())
+
+    def decide(sent: list[SavePlan]) -> Sequence[list[str]]:
+        planned = plan_all(sent)
+        for rank, items in enumerate(planned):
+            for item in items:
+                layouts[item.index.fqn] += (take_chunk(rank, item),)
+        return [[item.index.fqn for item in items] for items in planned]
+
+    chosen = {*peers.exchange(lambda: plan_local(leading, flat.cuts), decide)}
+    plan = plans[folder.name] = Plan(
+        fingerprint,
+        [name for name in names if led[name] in chosen],
+        {name: layouts[leader] for name, leader in led.items()},
+    )
+    return plan
+
+
+def number_patterns(
+    names: Sequence[str], tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]
+) -> NDArray[numpy.int32]:
+    """Return a number for each tensor, int32 [tensors]: the same for those that are cut alike."""
+    numbers: dict[object, int] = {}
+    found = []
+    for name in names:
+        tensor = tensors.get(name)
+        like = tensor is not None and (tensor.dtype, tensor.shape, cuts.get(name))
+        found.append(numbers.setdefault(like, len(numbers)))
+    return numpy.array(found, numpy.int32)
+
+
+def find_leaders(numbers: Sequence[NDArray[numpy.int32]]) -> list[int]:
+    """Return for each tensor the position of one that every rank cuts alike, and that leads it.
+
+    What holds for its leader holds for a tensor too, so only leaders need planning. There are
+    several for tensors of one sort, so that copies on several ranks are not all written by one.
+    """
+    _, sorts = numpy.unique(numpy.stack(numbers), axis=1, return_inverse=True)
+    leaders: dict[int, list[int]] = {}
+    counts: Counter[int] = Counter()
+    found = []
+    for position, sort in enumerate(sorts.reshape(-1).tolist()):
+        leading = leaders.setdefault(sort, [])
+        if len(leading) < SPREAD:
+            leading.append(position)
+        found.append(leading[counts[sort] % SPREAD])
+        counts[sort] += 1
+    return found
+
+
+def _take_fingerprint(flat: Flat, uncompared: Collection[str]) -> str:
+    digest = xxhash.xxh3_128(repr(sorted(uncompared)).encode())
+    for name, tensor in flat.tensors.items():
+        cut = flat.cuts.get(name)
+        digest.update(repr((name, tensor.dtype, tuple(tensor.shape), cut)).encode())
+    return digest.hexdigest()
 
 
 @attrs.frozen
@@ -158,16 +249,15 @@ def plan_local(tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> 
     return planner.create_local_plan()
 
 
-def _plan(plans: list[SavePlan]) -> list[SavePlan]:
-    """Let each chunk be written by one rank."""
+def plan_all(plans: list[SavePlan]) -> list[list[WriteItem]]:
+    """Let each chunk be written by one rank; return what each rank writes."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planned, _ = planner.create_global_plan(plans)
-    return planned
+    return [plan.items for plan in planner.create_global_plan(plans)[0]]
 
 
-def _take_chunk(rank: int, item: WriteItem) -> Chunk:
+def take_chunk(rank: int, item: WriteItem) -> Chunk:
     assert item.tensor_data is not None
     chunk = item.tensor_data.chunk
     return Chunk(rank, tuple(chunk.offsets), tuple(chunk.sizes))
