@@ -297,6 +297,9 @@ def test_each_part_has_its_own_version(tmp_path: Path) -> None:
         assert bus.resume(run).report.notes == []
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per")
 def test_a_state_that_no_step_changes_is_the_one_that_was_saved(tmp_path: Path) -> None:
     """Every kind of leaf comes through the memory as it comes from the file."""
     state = make_leaves()
