@@ -339,9 +339,12 @@ def test_a_step_is_given_tensors_of_its_own_and_nothing_of_it_is_kept(tmp_path: 
         def on_setup(self) -> None:
             assert [each() for each in given] == [None], "nothing is held between check and read"
 
-    run, plugin = save(tmp_path, ema=Ema1(4.0)), Spoiling()
+    old = Ema1()
+    old.shadow = torch.nn.Parameter(torch.full((3,), 4.0))  # filled in place without a fuss
+    run, plugin = save(tmp_path, ema=old), Spoiling()
     with make_bus(ema=plugin) as bus:
         bus.resume(run)
+    assert plugin.state["old"].tolist() == [9, 9, 9]
     assert [each() for each in given] == [None, None]
     plugin.state["kept"] += 1
     assert kept.tolist() == [1, 1, 1], "what the step gave away is not the run's to change"
