@@ -365,6 +365,7 @@ class HookBus:
             fire=self._fire_by_name,
             may_grow=by_script or bool(request.setup or request.configure_sharded),
             blocked=self.blocked,
+            failed=self.failed,
             damaged=choice.damaged,
             again=again,
         )

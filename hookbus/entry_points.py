@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from hookbus.errors import RegistrationError
+from hookbus.registration import describe
 
 GROUP = "hookbus"
 OWN_DISTRIBUTION = "hookbus"
@@ -23,7 +24,11 @@ class Failed:
     name: str
     distribution: str
     version: str
-    exception: Exception
+    exception: Exception | SystemExit
+
+    def __str__(self) -> str:
+        who = describe(self.name, self.distribution, self.version)
+        return f"{who} could not be loaded: {type(self.exception).__name__}: {self.exception}"
 
 
 @attrs.frozen(eq=False)
@@ -68,6 +73,14 @@ def find_distribution(plugin: object) -> tuple[str | None, str | None]:
     """Return name and version of the distribution that a plugin's code comes from."""
     module = plugin.__name__ if inspect.ismodule(plugin) else type(plugin).__module__
     return _find_owner(module.partition(".")[0])
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def list_known_names(found: Iterable[Found]) -> Iterator[str]:
