@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import random
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from installed import Install
 
 import hookbus
 from hookbus.errors import (
@@ -20,34 +19,6 @@ from hookbus.errors import (
     MissingSectionError,
     NameTakenError,
 )
-
-Install = Callable[..., Path]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Install a distribution in a folder of its own, at the front of ``sys.path``."""
-    modules = set(sys.modules)
-
-    def install(name: str, version: str, entries: dict[str, str], **sources: str) -> Path:
-        folder = tmp_path / f"site-{len(list(tmp_path.iterdir()))}"
-        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        lines = "".join(f"{entry} = {target}\n" for entry, target in entries.items())
-        (info / "entry_points.txt").write_text(f"[hookbus]\n{lines}")
-        (info / "RECORD").write_text("".join(f"{module}.py,,\n" for module in sources))
-        for module, source in sources.items():
-            text = "import hookbus\n" + textwrap.dedent(source)
-            (folder / f"{module}.py").write_text(text)
-        monkeypatch.syspath_prepend(str(folder))
-        return folder
-
-    yield install
-    for module in set(sys.modules) - modules:
-        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[module]
-
 
 ANSWERS = """
     class Plugin:
