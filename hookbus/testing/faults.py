@@ -1,35 +1,4 @@
-"""Faults for your own tests: a process that dies, a disk that refuses, and a list of what is done.
-
-They work wherever this process changes a run directory, also behind training, and need no test
-framework. Every crash point of a save, say, is this loop::
-
-    import torch
-    import hookbus
-    from hookbus.testing import crash_at, faulty_storage, record
-
-    def save(run, step):
-        state = {"weights": torch.full((3,), float(step))}
-        with hookbus.HookBus() as bus:
-            bus.attach(state=state)
-            bus.resume(run)
-            bus.save(step=step, wait=False)
-
-    save(run, 1)
-    with record() as changes:
-        save(run, 2)
-    for number in range(1, len(changes) + 1):
-        with crash_at(number) as crash:
-            save(run, 2 + number)
-        assert crash.happened
-        assert hookbus.checkpoints(run)[-1].step >= 2
-
-A disk that is full, or slow::
-
-    with faulty_storage(error=OSError(errno.ENOSPC, "full"), on="write", path="*.safetensors"):
-        ...  # raises what your script makes of it
-    with faulty_storage(error=None, gate=event):
-        ...  # nothing is changed before event.set()
-"""
+"""Faults: a process that dies, a disk that refuses or is slow, and a list of what is done."""
 
 from __future__ import annotations
 
