@@ -19,6 +19,7 @@ from hookbus.errors import (
     raise_all,
 )
 from hookbus.logs import logger
+from hookbus.migrations import Versions, read_versions
 from hookbus.ordering import Place
 from hookbus.registration import (
     BUILT_IN,
@@ -167,16 +168,19 @@ class Plugins:
         version: str | None,
         implementations: Implementations,
     ) -> Registered:
+        kind, saves = read_kind(plugin), "save_state" in implementations
         entry = Registered(
             name=check_name(name),
             plugin=plugin,
-            kind=read_kind(plugin),
+            kind=kind,
             distribution=distribution,
             version=version,
             origin=origin,
             number=self.changes + 1,
             before=read_words(plugin, "before"),
             after=read_words(plugin, "after"),
+            aliases=read_words(plugin, "aliases"),
+            versions=read_versions(plugin, kind or name) if saves else Versions(None, {}),
             implementations=implementations,
         )
         for other in self.entries:
