@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from installed import Install, write_distribution
@@ -240,3 +242,134 @@ def test_what_plugins_print_and_break_is_no_part_of_the_answer(tmp_path: Path) -
     assert json.loads(ended.stdout)["problems"] == [
         "plugin 'loud-hook:a' (loud-hook 1) broke in bus_close: OSError: no farewell"
     ]
+
+
+# -- hookbus new-plugin ------------------------------------------------------------------------
+
+
+def read_all(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): path.read_text()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("there", ["nothing", "an empty folder"])
+def test_it_writes_a_distribution_and_says_what_to_do_next(
+    there: str, tmp_path: Path, command: Command
+) -> None:
+    folder = tmp_path / "a folder" / "new"
+    if there != "nothing":
+        folder.mkdir(parents=True)
+    status, out, err = command("new-plugin", "Loss_Hook", folder)
+    assert (status, err) == (0, "")
+    *paths, following = out.splitlines()
+    assert following == f"now: cd '{folder}' && pip install -e '.[test]' && pytest"
+    files = read_all(folder)
+    assert sorted(paths) == sorted(str(folder / name) for name in files)
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    assert project["name"] == "loss-hook"
+    assert project["entry-points"] == {"hookbus": {"loss-hook": "loss_hook"}}
+    assert files.keys() == {
+        "pyproject.toml",
+        "README.md",
+        "src/loss_hook/__init__.py",
+        "tests/test_loss_hook.py",
+    }
+    assert not [name for name, text in files.items() if "${" in text]
+    assert "class LossHook:" in files["src/loss_hook/__init__.py"]
+
+
+def test_told_as_json(tmp_path: Path, command: Command) -> None:
+    status, out, _ = command("new-plugin", "hookbus-model", tmp_path / "new", "--json")
+    told = json.loads(out)
+    files = told.pop("files")
+    assert status == 0
+    assert {Path(each).is_file() for each in files} == {True}
+    assert told == {
+        "distribution": "hookbus-model",
+        "module": "hookbus_model",
+        "entry": "model",
+        "kind": "my_model",  # "model" would have it called among the models
+        "component": "Model",
+    }
+
+
+NAMES = {
+    "ema-hookbus": ("ema_hookbus", "ema", "ema", "Ema"),
+    "hookbus.EMA--of_weights": (
+        "hookbus_ema_of_weights",
+        "ema-of-weights",
+        "ema_of_weights",
+        "EmaOfWeights",
+    ),
+    "hookbus-3d": ("hookbus_3d", "3d", "3d", "My3d"),
+    "hookbus-none": ("hookbus_none", "none", "none", "MyNone"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_name_makes_can_be_registered(name: str, tmp_path: Path, command: Command) -> None:
+    status, out, _ = command("new-plugin", name, tmp_path / "new", "--json")
+    told = json.loads(out)
+    assert status == 0
+    assert (told["module"], told["entry"], told["kind"], told["component"]) == NAMES[name]
+    made: dict[str, Any] = {"__name__": told["module"]}
+    source = (tmp_path / "new" / "src" / told["module"] / "__init__.py").read_text()
+    exec(compile(source, told["module"], "exec"), made)
+    bus = hookbus.HookBus(load_plugins=False)
+    bus.register(made[f"{told['component']}Plugin"](made[told["component"]]()))
+    assert bus.plugins[0].kind == told["kind"]
+
+
+REFUSED_NAMES = {
+    "": "cannot be a distribution's name",
+    "-ema": "No such option",
+    "ema-": "cannot be a distribution's name",
+    "my ema": "cannot be a distribution's name",
+    "../ema": "cannot be a distribution's name",
+    "ema\n": "cannot be a distribution's name",
+    "éma": "cannot be a distribution's name",
+    'e"ma': "cannot be a distribution's name",
+    "3d": "makes '3d', which cannot be a module's name",
+    "class": "makes 'class', which cannot be a module's name",
+    "json": "makes a module 'json', which comes with Python; take another, such as",
+    "hookbus": "makes a module 'hookbus', which comes with hookbus; take another",
+    "builtin-plugins": "makes a module 'builtin_plugins', which comes with hookbus",
+    "torch.": "cannot be a distribution's name",
+    "safetensors-": "cannot be a distribution's name",
+    "_pytest": "cannot be a distribution's name",
+    "functorch": "makes a module 'functorch', which comes with torch; take another",
+    "x" * 60: "cannot be a plugin's name: up to 100 letters",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_NAMES, ids=repr)
+def test_a_name_that_would_break_something_is_refused_and_nothing_is_written(
+    name: str, tmp_path: Path, command: Command
+) -> None:
+    status, out, err = command("new-plugin", name, tmp_path / "new")
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"hookbus: [^\n]+\n", err)
+    assert REFUSED_NAMES[name] in err
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("there", ["a file in it", "a hidden file in it", "a file", "a link"])
+def test_nothing_is_overwritten(there: str, tmp_path: Path, command: Command) -> None:
+    folder = tmp_path / "new"
+    if there == "a file":
+        folder.write_text("mine")
+    elif there == "a link":
+        folder.symlink_to(tmp_path / "nowhere")
+    else:
+        folder.mkdir()
+        (folder / (".git" if "hidden" in there else "README.md")).write_text("mine")
+    before = read_all(tmp_path)
+    status, out, err = command("new-plugin", "ema-hook", folder)
+    assert (status, out) == (2, "")
+    assert re.fullmatch(r"hookbus: [^\n]+\n", err)
+    assert str(folder) in err
+    assert read_all(tmp_path) == before
+    assert not (tmp_path / "nowhere").exists()

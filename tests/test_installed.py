@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import textwrap
@@ -219,3 +220,23 @@ def test_broken_entry_points_of_a_real_distribution_stop_no_other_and_no_run_wit
     for name, cause in CAUSES.items():
         assert f"hookbus-frail:{name} hookbus-frail 2.1 {cause}" in shown
     environment.uninstall("Hookbus_Frail")
+
+
+def test_the_tests_of_a_new_plugin_pass_as_written_and_so_do_those_of_the_example(
+    environment: Environment, ema_wheel: Path, tmp_path: Path
+) -> None:
+    project = tmp_path / "new"
+    ended = environment.run("-m", "hookbus", "new-plugin", "Hookbus_Loss.Mean", project)
+    assert ended.returncode == 0, ended.stderr
+    environment.install(ema_wheel, build_wheel(project, tmp_path / "wheels"))
+    # Copies, so that nothing but what is installed can be imported.
+    tests = [
+        shutil.copytree(each / "tests", tmp_path / f"tests of {each.name}")
+        for each in (project, THIRD_PARTY)
+    ]
+    ended = environment.run("-m", "pytest", "-v", "-W", "error", "--strict-config", *tests)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    passed = re.findall(r"(test_\w+).py::test_\w+ PASSED", ended.stdout)
+    assert sorted(passed) == ["test_averages"] * 3 + ["test_hookbus_loss_mean"] * 3
+    for name in ("hookbus-ema", "hookbus-loss-mean"):
+        environment.uninstall(name)

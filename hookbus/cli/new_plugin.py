@@ -15,6 +15,7 @@ import typer
 
 from hookbus.checkpoint import NAME_RULE, is_name, take_path
 from hookbus.cli.output import AsJson, escape, print_json
+from hookbus.entry_points import normalize
 from hookbus.errors import CallError
 from hookbus.ordering import KINDS
 
@@ -58,7 +59,7 @@ def new_plugin(
             file.write(Template(text).substitute(words))
         written.append(str(path))
     if as_json:
-        print_json({"distribution": name, **words, "files": written})
+        print_json({**words, "files": written})
     else:
         print("\n".join(map(escape, written)))
         print(f"now: cd {escape(shlex.quote(folder))} && pip install -e '.[test]' && pytest")
@@ -73,31 +74,30 @@ def _choose_words(name: str) -> dict[str, str]:
     """
     if not _NAME.fullmatch(name):
         raise CallError(
-            f"NAME={name!r} cannot be a distribution's: ASCII letters, digits, . _ - only, and a"
+            f"{name!r} cannot be a distribution's name: ASCII letters, digits, . _ - only, and a"
             " letter or digit at both ends"
         )
-    plain = re.sub(r"[-_.]+", "-", name).lower()
+    plain = normalize(name)
     module = plain.replace("-", "_")
     entry = plain.removeprefix("hookbus-").removesuffix("-hookbus")
     if not is_name(f"{plain}:{entry}"):
         raise CallError(
-            f"NAME={name!r} makes {plain}:{entry}, which cannot be a plugin's name: {NAME_RULE}"
+            f"{name!r} makes {plain}:{entry}, which cannot be a plugin's name: {NAME_RULE}"
         )
     shown = "".join(part.capitalize() for part in entry.split("-"))
     if not module.isidentifier() or keyword.iskeyword(module):
-        raise CallError(f"NAME={name!r} makes {module!r}, which cannot be a module's name")
+        raise CallError(f"{name!r} makes {module!r}, which cannot be a module's name")
     if module in _OURS or module in sys.stdlib_module_names:
         raise CallError(
-            f"NAME={name!r} makes a module {module!r}, which comes with"
+            f"{name!r} makes a module {module!r}, which comes with"
             f" {'hookbus' if module in _OURS else 'Python'}; take another, such as"
             f" 'hookbus-my-{plain}'"
         )
-    owners = {
-        owner.lower() for owner in importlib.metadata.packages_distributions().get(module, ())
-    }
+    installed = importlib.metadata.packages_distributions()
+    owners = set(map(normalize, installed.get(module, ())))
     if owners - {plain}:
         raise CallError(
-            f"NAME={name!r} makes a module {module!r}, which comes with {', '.join(owners)}; take"
+            f"{name!r} makes a module {module!r}, which comes with {', '.join(owners)}; take"
             " another"
         )
     if not shown.isidentifier() or keyword.iskeyword(shown):

@@ -75,7 +75,9 @@ def check_plugin(
     keys = [law.key for law in LAWS]
     may_change, skip = _take_words("may_change", may_change), _take_words("skip", skip)
     if unknown := [key for key in skip if key not in keys]:
-        raise CallError(f"skip=({unknown[0]!r},): there is no such law; there are {', '.join(keys)}")
+        raise CallError(
+            f"skip=({unknown[0]!r},): there is no such law; there are {', '.join(keys)}"
+        )
     if change is not None and other is not None:
         raise CallError("change= and other= both make another state; pass one of them")
     source = Source(make, name)

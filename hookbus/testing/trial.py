@@ -69,9 +69,13 @@ class Source:
         for entry in bus.plugins:
             if entry.name == self.given:
                 return entry.name, entry.plugin
-        why = [f"; it could not be loaded: {e.exception}" for e in bus.failed if e.name == self.given]
+        why = [
+            f"; it could not be loaded: {e.exception}" for e in bus.failed if e.name == self.given
+        ]
         there = ", ".join(entry.name for entry in bus.plugins)
-        raise CallError(f"no installed plugin is named {self.given!r}; there are {there}{''.join(why)}")
+        raise CallError(
+            f"no installed plugin is named {self.given!r}; there are {there}{''.join(why)}"
+        )
 
 
 @attrs.define(eq=False)
