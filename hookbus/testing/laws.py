@@ -96,8 +96,8 @@ def _take_words(argument: str, words: Collection[str]) -> tuple[str, ...]:
     return tuple(words)
 
 
-class _Broken(Exception):  # noqa: N818 - a finding, and not a failure of the kit
-    """What was seen where a law is broken."""
+class _NotChecked(Exception):  # noqa: N818 - an answer, and not a failure
+    """Why a law cannot be checked."""
 
 
 @attrs.define(eq=False)
@@ -118,22 +118,27 @@ class _Court:
 
     def judge(self) -> PluginReport:
         first = self.bench.make()
-        who = f"{first.entry}, a {name_type(first.entry.plugin)}"
-        if (component := first.bus.components.get(first.name)) not in (None, first.entry.plugin):
-            who += f" for a {name_type(component)}"
+        component = first.bus.components.get(first.name)
+        who = f"{first.entry}, class {name_type(first.entry.plugin)}"
+        if component is not None and component is not first.entry.plugin:
+            who += f", for class {name_type(component)}"
+        has_other = self.bench.change is not None or self.bench.other is not None
+        if first.entry.has_section and not has_other:
+            raise CallError(
+                f"{first.entry} saves a state, so pass change=, a function that brings what was"
+                " made into another state, or other=, one that makes another"
+            )
         self.try_law("order", self.check_order, first)
-        if first.entry.has_section:
-            if self.bench.change is None and self.bench.other is None:
-                raise CallError(
-                    f"{first.entry} saves a state, so pass change=, a function that brings what"
-                    " was made into another state, or other=, one that makes another"
-                )
+        if not self.try_law("start", self.start, first):
+            self.give_up("no run could be started")
+        elif not first.entry.has_section:
+            if has_other:
+                self.note("something", "broken", "it has no save_state, so it has no section")
+            self.give_up("it has no save_state")
+        else:
             self.check_saving(first)
             if self.run is not None:
-                self.check_restoring(first)
-        else:
-            first.bus.resume(first.run)
-            self.check_without_section()
+                self.check_restoring()
         report = PluginReport(who, tuple(self.results[law.key] for law in LAWS))
         if report.broken:
             raise LawError(report.explain(), report)
@@ -150,8 +155,9 @@ class _Court:
             seen = check(*given) or []
         except Fault:
             raise
-        except _Broken as error:
-            seen = [str(error)]
+        except _NotChecked as error:
+            self.note(key, "not checked", str(error))
+            return True
         except Exception as error:
             seen = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
         self.note(key, "broken" if seen else "holds", *seen)
@@ -168,11 +174,6 @@ class _Court:
             if law.key not in self.results:
                 self.note(law.key, "not checked", why)
 
-    def check_without_section(self) -> None:
-        if self.bench.change is not None or self.bench.other is not None:
-            self.note("something", "broken", "it implements no save_state, so it has no section")
-        self.give_up("it implements no save_state")
-
     # -- the laws ------------------------------------------------------------------------------
 
     def check_order(self, trial: Trial) -> list[str]:
@@ -185,9 +186,11 @@ class _Court:
             if entry is trial.entry
         ]
 
+    def start(self, trial: Trial) -> None:
+        trial.bus.resume(trial.run)
+
     def check_saving(self, trial: Trial) -> None:
         """Look at what is handed over, and commit it."""
-        trial.bus.resume(trial.run)
         try:
             before = trial.take_picture()
             if self.bench.other is not None:
@@ -257,7 +260,7 @@ class _Court:
 
     # -- restoring -----------------------------------------------------------------------------
 
-    def check_restoring(self, first: Trial) -> None:
+    def check_restoring(self) -> None:
         assert self.run is not None
         if self.bench.is_single:
             for key in ("fresh", "meta", "memory"):
@@ -267,7 +270,7 @@ class _Court:
             place = "fresh"
             self.try_law("in place", self.restore_over_another)
             self.try_law("memory", self.check_memory)
-            self.check_meta()
+            self.try_law("meta", self.restore_from_meta)
         self.try_law("version", self.check_version)
         fresh = self.bench.make(run=self.run)
         if self.bench.is_single:
@@ -288,7 +291,12 @@ class _Court:
         found = list_differences(self.saved, trial.take_picture())
         return found and ["first is what was saved, second what it would save now", *found]
 
+    def need_change(self) -> None:
+        if self.bench.change is None:
+            raise _NotChecked("pass change= instead of other=")
+
     def restore_over_another(self) -> list[str]:
+        self.need_change()
         trial = self.bench.make_changed()
         self.bench.bring_on(trial)
         shutil.rmtree(trial.run)
@@ -316,9 +324,7 @@ class _Court:
         return list(dict.fromkeys(seen))
 
     def check_going_on(self, trial: Trial) -> list[str]:
-        if self.bench.change is None:
-            self.note("goes on", "not checked", "pass change= instead of other=")
-            return []
+        self.need_change()
         self.bench.bring_on(trial)
         found = list_differences(self.later, trial.take_picture())
         return found and ["first is the one that was saved, second the one restored", *found]
@@ -351,34 +357,46 @@ class _Court:
                     break
         if not seen:
             kept = two.take_picture()
-            self.bench.bring_on(one)
+            with self.bench.streams_kept():  # those of the process are shared, and rightly so
+                self.bench.bring_on(one)
             checkpoint = checkpoints(one.run)[-1]
             checkpoint.verify()
             seen += list_differences(self.saved, one.read(checkpoint))
             seen += list_differences(kept, two.take_picture())
         return seen
 
-    def check_meta(self) -> None:
+    def restore_from_meta(self) -> list[str]:
         """Build it without data, give it memory where a script would shard it, and restore."""
-        assert self.run is not None
         with torch.device("meta"):
             try:
                 trial = self.bench.make(run=self.run)
             except Fault as fault:
                 why = f"make() fails on the meta device: {fault.__cause__}"
-                self.note("meta", "not checked", why)
-                return
-        module = trial.bus.components.get(trial.name, trial.made)
-        if not isinstance(module, torch.nn.Module) or not any(
-            each.is_meta for each in (*module.parameters(), *module.buffers())
-        ):
-            self.note("meta", "not checked", "it looks after no module with parameters")
-            return
+                raise _NotChecked(why) from fault
+        unmade = _list_unmade(trial)
+        if not unmade:
+            raise _NotChecked("it looks after no module that is built on the meta device")
 
         def allocate(resume: object) -> None:
-            module.to_empty(device="cpu")
+            for module in unmade:
+                module.to_empty(device="cpu")
+                with torch.no_grad():  # what lies there may by chance be what was saved
+                    for tensor in (*module.parameters(), *module.buffers()):
+                        tensor.fill_(7)
 
-        self.try_law("meta", lambda: self.restore(trial, configure_sharded=allocate))
+        return self.restore(trial, configure_sharded=allocate)
+
+
+def _list_unmade(trial: Trial) -> list[torch.nn.Module]:
+    """Return the modules without data that a plugin looks after."""
+    plugin = trial.entry.plugin
+    found = [trial.bus.components.get(trial.name), *getattr(plugin, "__dict__", {}).values()]
+    modules = [each for each in found if isinstance(each, torch.nn.Module)]
+    return [
+        module
+        for module in modules
+        if any(each.is_meta for each in (*module.parameters(), *module.buffers()))
+    ]
 
 
 def _write_version(checkpoint: Checkpoint, name: str, version: int) -> None:

@@ -59,7 +59,7 @@ class Picture:
                 which = "second" if first is None else "first"
                 yield f"only the {which} has a tensor {name!r}"
             elif text := _compare_tensors(first, second):
-                yield f"tensor {name!r}: {text}"
+                yield text if _is_leaf(self.tree) else f"tensor {name!r}: {text}"
         yield from _compare_trees(self.tree, other.tree, "")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import logging
 import shutil
 import tempfile
@@ -92,7 +93,7 @@ class Trial:
 
     @property
     def entry(self) -> Registered:
-        for entry in self.bus.plugins:
+        for entry in reversed(self.bus.plugins):  # a maker of such plugins may bear the same name
             if entry.name == self.name:
                 return entry
         raise CallError(f"{self.name!r} is not looked after: is its plugin blocked?")
@@ -164,7 +165,8 @@ class Bench:
     folder: Path
     _watch: HookBus = attrs.field(factory=HookBus)
     _open: list[Trial] = attrs.field(factory=list)
-    _number: int = 0
+    _numbers: Iterator[int] = attrs.field(factory=itertools.count)
+    _slots: Iterator[int] = attrs.field(factory=itertools.count)
 
     @property
     def is_single(self) -> bool:
@@ -178,8 +180,7 @@ class Bench:
         """Make one, on a bus of its own; ``run`` is copied for it."""
         if self.is_single:
             self.close()
-        self._number += 1
-        folder = self.folder / f"run-{self._number}"
+        folder = self.folder / f"run-{next(self._numbers)}"
         if run is not None:
             shutil.copytree(run, folder, ignore=shutil.ignore_patterns("run.lock"))
         bus = HookBus()
@@ -209,6 +210,16 @@ class Bench:
         noted = self._watch.hook.note_streams(slot="law")
         return {name: digest for streams in noted for name, digest in streams.items()}
 
+    @contextlib.contextmanager
+    def streams_kept(self) -> Iterator[None]:
+        """Put the streams of the process back at the end."""
+        slot = f"kept {next(self._slots)}"
+        self._watch.hook.note_streams(slot=slot)
+        try:
+            yield
+        finally:
+            self._watch.hook.put_streams(slot=slot)
+
     def close(self) -> None:
         """Close every bus that is open."""
         while self._open:
@@ -222,15 +233,14 @@ def bench(
     """Put a bench up, and take it away."""
     with tempfile.TemporaryDirectory(prefix="hookbus-check-") as folder, quiet():
         made = Bench(source, change, other, Path(folder))
-        made._watch.hook.note_streams(slot="before")
         try:
-            yield made
+            with made.streams_kept():
+                yield made
         except Fault as fault:
             assert fault.__cause__ is not None
             raise fault.__cause__ from None
         finally:
             made.close()
-            made._watch.hook.put_streams(slot="before")
             made._watch.close()
 
 

@@ -26,6 +26,11 @@ LAWS = (
         " make(bus) can register",
     ),
     Law(
+        "start",
+        "a run starts without a checkpoint",
+        "do not read where resume.checkpoint is None",
+    ),
+    Law(
         "something",
         "it saves something",
         "call save.write(state) in save_state with what has to come back",
