@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import attrs
 
 from hookbus.errors import CallError, HookbusError, RegistrationError, raise_all
-from hookbus.registration import find_function, name_type
+from hookbus.registration import Registered, find_function, name_type
 
 _MARK = "hookbus_migrations"
 
@@ -134,6 +134,12 @@ def read_versions(plugin: object, word: str) -> Versions:
     return versions
 
 
+def spell_step(entry: Registered, part: str | None, old: int, new: int) -> str:
+    """Return the line that marks a function as a step of a plugin."""
+    which = "" if part is None else f", part={part!r}"
+    return f"@hookbus.migrate({entry.kind or entry.name!r}, {old}, {new}{which})"
+
+
 def _find_methods(plugin: object, word: str) -> Iterator[Step]:
     """Yield the steps among the attributes of a plugin.
 
@@ -141,7 +147,7 @@ def _find_methods(plugin: object, word: str) -> Iterator[Step]:
         RegistrationError: a method is a step of another kind, which would never be taken.
     """
     for attribute in dir(plugin):
-        function = find_function(plugin, attribute)
+        function = None if attribute.startswith("__") else find_function(plugin, attribute)
         for kind, part, old, new in getattr(function, _MARK, ()):
             if kind == word:
                 yield Step(part, old, new, getattr(plugin, attribute))

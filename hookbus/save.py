@@ -8,6 +8,7 @@ import attrs
 
 from hookbus.checkpoint import Part, Section, check_part, flatten
 from hookbus.errors import CallError, HookbusError, StateError, raise_all
+from hookbus.migrations import spell_step
 from hookbus.registration import Registered
 
 
@@ -59,8 +60,8 @@ class Save:
         known = who.versions.get_current(part)
         if version != known:  # it could be saved, and would be refused at the next resume
             more = (
-                f", or give the plugin the step to it, @hookbus.migrate({who.kind or who.name!r},"
-                f" {known}, {version}), or state_version = {version} if nothing older is to be read"
+                f", or give the plugin the step to it, {spell_step(who, part, known, version)}, or"
+                f" state_version = {version} if nothing older is to be read"
             )
             raise CallError(
                 f"{who} wrote version {version} of its state and reads version {known}; pass"

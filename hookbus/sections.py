@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -10,7 +9,7 @@ import torch
 
 from hookbus.checkpoint import Checkpoint, InMemory, Metadata
 from hookbus.errors import HookbusError, MigrationError, StateError
-from hookbus.migrations import Step
+from hookbus.migrations import Step, spell_step
 from hookbus.registration import Registered
 
 
@@ -66,37 +65,37 @@ class SectionReader:
         """Return what stands in the way of reading it in the plugin's version; once."""
         if self.fits is not None:
             return []
-        problems: list[HookbusError] = list(self._list_unknown())
-        try:
-            for part in () if problems else self.parts:
+        problems: list[HookbusError] = []
+        for part in self.parts:
+            try:
                 if self._find_path(part):
                     self.look(part)
-        except MigrationError as error:
-            problems.append(error)
+            except MigrationError as error:
+                problems.append(error)
         self.fits = not problems
         return problems
 
-    def _list_unknown(self) -> Iterator[MigrationError]:
-        for part in self.parts:
-            saved, versions = self._get_version(part), self.entry.versions
-            known, current = versions.list_known(part), versions.get_current(part)
-            if saved in known:
-                continue
-            told = " and ".join(filter(None, [", ".join(map(str, known[:-1])), str(known[-1])]))
-            if saved > current:
-                way_out = "install the version of it that wrote this"
-            else:
-                way_out = f"add @hookbus.migrate({self._word!r}, {saved}, {known[0]}) to it"
-            yield MigrationError(
-                f"{self._describe(part)} was saved in version {saved}, and {self.entry} knows"
-                f" {'versions' if known[1:] else 'version'} {told}; {way_out}, or pass"
-                f" skip=({self.entry.name!r},) to start it fresh"
-            )
-
     def _find_path(self, part: str | None) -> list[Step]:
+        """Return the steps from the version of a part to the plugin's.
+
+        Raises:
+            MigrationError: there are none.
+        """
         if part not in self.parts:  # whoever reads it says so
             return []
-        return self.entry.versions.find_path(part, self._get_version(part))
+        versions, saved = self.entry.versions, self.checkpoint.get_version(self.name, part)
+        known, current = versions.list_known(part), versions.get_current(part)
+        if saved in known:
+            return versions.find_path(part, saved)
+        if saved > current:
+            way_out = "install the version of it that wrote this"
+        else:
+            way_out = f"add {spell_step(self.entry, part, saved, known[0])} to it"
+        raise MigrationError(
+            f"{self._describe(part)} was saved in version {saved}, and {self.entry} knows version"
+            f" {' and '.join(map(str, known))}; {way_out}, or pass skip=({self.entry.name!r},) to"
+            " start it fresh"
+        )
 
     def _migrate(self, part: str | None, path: list[Step]) -> InMemory:
         """Load a part, and take it through the steps.
@@ -118,13 +117,6 @@ class SectionReader:
             return InMemory(state, path[-1].new)
         except StateError as error:
             raise MigrationError(f"{where} returned what cannot be saved: {error}") from error
-
-    def _get_version(self, part: str | None) -> int:
-        return self.checkpoint.get_version(self.name, part)
-
-    @property
-    def _word(self) -> str:
-        return self.entry.kind or self.entry.name
 
     def _describe(self, part: str | None) -> str:
         return f"section {self.name!r}" if part is None else f"part {part!r} of {self.name!r}"

@@ -79,6 +79,27 @@ def test_the_plugin_of_the_readme_is_complete_in_seven_lines(tmp_path) -> None:
     assert torch.equal(shadow["weight"], torch.full((3,), 2.0))
 
 
+def test_the_later_version_of_that_plugin_reads_what_it_saved(tmp_path) -> None:
+    names: dict[str, type] = {"hookbus": hookbus, "__name__": "ema_hookbus"}
+    exec(read_block("python", "class EmaPlugin"), names)
+    exec(read_block("python", "class CountingEma"), names)
+    with hookbus.HookBus() as bus:
+        bus.register(names["EmaPlugin"](torch.ones(3)))
+        bus.resume(tmp_path)
+        bus.save(step=1)
+    for step in (2, 3):
+        shadow = torch.zeros(3)
+        plugin = names["CountingEma"](shadow)
+        with hookbus.HookBus() as bus:
+            bus.register(plugin)
+            notes = bus.resume(tmp_path).report.notes
+            assert torch.equal(shadow, torch.ones(3))
+            assert plugin.updates == (0 if step == 2 else 2)
+            assert len(notes) == (1 if step == 2 else 0)
+            plugin.updates = step
+            bus.save(step=step)
+
+
 def test_the_events_are_those_of_the_bus_in_its_order() -> None:
     assert tuple(re.findall(r"^\| `(\w+)\(resume", README, re.MULTILINE)) == RESUME_EVENTS
 
