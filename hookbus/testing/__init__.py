@@ -41,14 +41,23 @@ import typing
 from hookbus.testing.faults import Crash, DiskChange, Storage, crash_at, faulty_storage, record
 
 if typing.TYPE_CHECKING:
+    from hookbus.testing.exact import CutRun, ExactReport, assert_exact_resume
     from hookbus.testing.laws import check_plugin
+    from hookbus.testing.recorder import Recorder, open_record
+    from hookbus.testing.runs import Cut
     from hookbus.testing.verdict import Law, LawResult, PluginReport
 else:
     _LATER = {
+        "Cut": "hookbus.testing.runs",
+        "CutRun": "hookbus.testing.exact",
+        "ExactReport": "hookbus.testing.exact",
         "Law": "hookbus.testing.verdict",
         "LawResult": "hookbus.testing.verdict",
         "PluginReport": "hookbus.testing.verdict",
+        "Recorder": "hookbus.testing.recorder",
+        "assert_exact_resume": "hookbus.testing.exact",
         "check_plugin": "hookbus.testing.laws",
+        "open_record": "hookbus.testing.recorder",
     }
 
     def __getattr__(name):
@@ -63,13 +72,19 @@ else:
 
 __all__ = [
     "Crash",
+    "Cut",
+    "CutRun",
     "DiskChange",
+    "ExactReport",
     "Law",
     "LawResult",
     "PluginReport",
+    "Recorder",
     "Storage",
+    "assert_exact_resume",
     "check_plugin",
     "crash_at",
     "faulty_storage",
+    "open_record",
     "record",
 ]

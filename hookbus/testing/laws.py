@@ -30,7 +30,7 @@ from hookbus.ordering import list_unknown_words
 from hookbus.registration import EVENTS, name_type
 from hookbus.testing.pictures import Pictures, list_differences
 from hookbus.testing.traces import Trace, list_changes
-from hookbus.testing.trial import Bench, Fault, Source, Trial, bench
+from hookbus.testing.trial import Bench, Fault, Source, Trial, bench, streams_kept
 from hookbus.testing.verdict import LAWS, LawResult, Outcome, PluginReport
 
 UNKNOWN = 10**6
@@ -357,7 +357,7 @@ class _Court:
                     break
         if not seen:
             kept = two.take_picture()
-            with self.bench.streams_kept():  # those of the process are shared, and rightly so
+            with streams_kept():  # those of the process are shared, and rightly so
                 self.bench.bring_on(one)
             checkpoint = checkpoints(one.run)[-1]
             checkpoint.verify()

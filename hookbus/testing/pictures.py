@@ -9,9 +9,10 @@ from typing import Any
 
 import attrs
 import torch
+import xxhash
 
 from hookbus.checkpoint import Checkpoint, Part, Section, Staging, flatten
-from hookbus.checkpoint.tensors import describe
+from hookbus.checkpoint.tensors import describe, take_bytes
 
 _MOST = 5
 """Differences that are told of one state; the others are counted."""
@@ -38,6 +39,16 @@ class Picture:
     def is_empty(self) -> bool:
         """Whether it says nothing: ``None``, ``{}``, ``[]`` and the like."""
         return not self.tensors and self.tree in (None, {}, [], {"$dict": []}, {"$tuple": []})
+
+    @property
+    def digest(self) -> str:
+        """A hash of all its bits."""
+        infos = {name: describe(name, each) for name, each in self.tensors.items()}
+        made = xxhash.xxh3_128(json.dumps([self.version, self.tree]).encode())
+        for name, info in infos.items():
+            made.update(repr(info).encode())
+            made.update(take_bytes(self.tensors[name]))
+        return made.hexdigest()
 
     def list_differences(self, other: Picture, path: str = "") -> list[str]:
         """Say where the other one is not the same, bit for bit; nothing if it is."""

@@ -166,7 +166,6 @@ class Bench:
     _watch: HookBus = attrs.field(factory=HookBus)
     _open: list[Trial] = attrs.field(factory=list)
     _numbers: Iterator[int] = attrs.field(factory=itertools.count)
-    _slots: Iterator[int] = attrs.field(factory=itertools.count)
 
     @property
     def is_single(self) -> bool:
@@ -210,16 +209,6 @@ class Bench:
         noted = self._watch.hook.note_streams(slot="law")
         return {name: digest for streams in noted for name, digest in streams.items()}
 
-    @contextlib.contextmanager
-    def streams_kept(self) -> Iterator[None]:
-        """Put the streams of the process back at the end."""
-        slot = f"kept {next(self._slots)}"
-        self._watch.hook.note_streams(slot=slot)
-        try:
-            yield
-        finally:
-            self._watch.hook.put_streams(slot=slot)
-
     def close(self) -> None:
         """Close every bus that is open."""
         while self._open:
@@ -234,7 +223,7 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="hookbus-check-") as folder, quiet():
         made = Bench(source, change, other, Path(folder))
         try:
-            with made.streams_kept():
+            with streams_kept():
                 yield made
         except Fault as fault:
             assert fault.__cause__ is not None
@@ -242,6 +231,17 @@ def bench(
         finally:
             made.close()
             made._watch.close()
+
+
+@contextlib.contextmanager
+def streams_kept() -> Iterator[None]:
+    """Put the streams of the process back at the end."""
+    with HookBus() as watch:
+        watch.hook.note_streams(slot="kept")
+        try:
+            yield
+        finally:
+            watch.hook.put_streams(slot="kept")
 
 
 @contextlib.contextmanager
