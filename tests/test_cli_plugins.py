@@ -265,7 +265,7 @@ def test_it_writes_a_distribution_and_says_what_to_do_next(
     status, out, err = command("new-plugin", "Loss_Hook", folder)
     assert (status, err) == (0, "")
     *paths, following = out.splitlines()
-    assert following == f"now: cd '{folder}' && pip install -e '.[test]' && pytest"
+    assert following == f"now: cd '{folder}' && pip install -e '.[test]' && python -m pytest"
     files = read_all(folder)
     assert sorted(paths) == sorted(str(folder / name) for name in files)
     project = tomllib.loads(files["pyproject.toml"])["project"]
