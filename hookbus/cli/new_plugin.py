@@ -62,7 +62,9 @@ def new_plugin(
         print_json({**words, "files": written})
     else:
         print("\n".join(map(escape, written)))
-        print(f"now: cd {escape(shlex.quote(folder))} && pip install -e '.[test]' && python -m pytest")
+        print(
+            f"now: cd {escape(shlex.quote(folder))} && pip install -e '.[test]' && python -m pytest"
+        )
     return 0
 
 

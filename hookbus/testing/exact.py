@@ -237,9 +237,7 @@ class _Expected:
             return [f"{_show(reached, missing)} is missing: the run ended before it"]
         return []
 
-    def _find_start(
-        self, records: Sequence[Record], reached: int, last: bool, first: bool
-    ) -> int:
+    def _find_start(self, records: Sequence[Record], reached: int, last: bool, first: bool) -> int:
         """Return the number of the record with which a process goes on, as well as can be told."""
         if first or not records:
             return 0 if first else reached
@@ -315,5 +313,3 @@ def _compare_sections(first: Checkpoint, second: Checkpoint) -> str | None:
             more = "\n    ".join(found)
             return f"step {first.step}, section {name!r}: {more}"
     return None
-
-
