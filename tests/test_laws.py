@@ -82,7 +82,9 @@ def test_the_report_is_a_table_with_a_line_for_each_law() -> None:
     assert [line.split("  ")[1] for line in lines] == KEYS
     assert re.fullmatch("  something +it saves something +holds", lines[KEYS.index("something")])
     assert lines[KEYS.index("twice")].endswith("left out")
-    assert lines[KEYS.index("meta")].endswith("not checked: it looks after no module that is built on the meta device")
+    assert lines[KEYS.index("meta")].endswith(
+        "not checked: it looks after no module that is built on the meta device"
+    )
 
 
 # -- each law has a plugin that breaks it -------------------------------------------------------
@@ -277,7 +279,11 @@ BREACHES: list[tuple[type[Any], str, str]] = [
     (NoOrder, "order", "it is to come before or after 'modle', and no kind and no plugin is call"),
     (NoStart, "start", "ResumeError: plugin 'average': there is no checkpoint to read from"),
     (NoState, "something", "save_state wrote {}"),
-    (NotStorable, "storable", "plugin 'average' cannot be saved: 1 value cannot be stored: ['me'] "),
+    (
+        NotStorable,
+        "storable",
+        "plugin 'average' cannot be saved: 1 value cannot be stored: ['me'] ",
+    ),
     (NotRepeatable, "repeatable", "['time']: "),
     (DrawsTorch, "no draws", "torch was drawn from"),
     (DrawsPython, "no draws", "python was drawn from"),

@@ -114,7 +114,9 @@ def list_differences(first: Pictures, second: Pictures) -> list[str]:
 def _compare_tensors(first: torch.Tensor, second: torch.Tensor) -> str | None:
     was, now = (attrs.evolve(describe("", each), hash="") for each in (first, second))
     if was != now:
-        strides = "" if str(was) != str(now) else f", strides {first.stride()} and {second.stride()}"
+        strides = (
+            "" if str(was) != str(now) else f", strides {first.stride()} and {second.stride()}"
+        )
         return f"{was} and {now}{strides}"
     one, two = (_view_bytes(each) for each in (first, second))
     if torch.equal(one, two):
