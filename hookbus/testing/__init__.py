@@ -1,8 +1,8 @@
 """For your own tests: the laws of a plugin, an exact resume, and faults of process and disk.
 
 Nothing here needs a test framework, and torch is imported by the first use of what needs it.
-`check_plugin` puts a plugin through the laws that every plugin has to keep to; `assert_exact_resume`
-trains, cuts, resumes and compares bit for bit.
+`check_plugin` puts a plugin through the laws that every plugin has to keep to;
+`assert_exact_resume` trains, cuts, resumes and compares bit for bit.
 
 The faults work wherever this process changes a run directory, also behind training. Every crash
 point of a save, say, is this loop::
@@ -41,7 +41,8 @@ import typing
 from hookbus.testing.faults import Crash, DiskChange, Storage, crash_at, faulty_storage, record
 
 if typing.TYPE_CHECKING:
-    from hookbus.testing.exact import CutRun, ExactReport, assert_exact_resume
+    from hookbus.testing.comparing import CutRun, ExactReport
+    from hookbus.testing.exact import assert_exact_resume
     from hookbus.testing.laws import check_plugin
     from hookbus.testing.recorder import Recorder, open_record
     from hookbus.testing.runs import Cut
@@ -49,8 +50,8 @@ if typing.TYPE_CHECKING:
 else:
     _LATER = {
         "Cut": "hookbus.testing.runs",
-        "CutRun": "hookbus.testing.exact",
-        "ExactReport": "hookbus.testing.exact",
+        "CutRun": "hookbus.testing.comparing",
+        "ExactReport": "hookbus.testing.comparing",
         "Law": "hookbus.testing.verdict",
         "LawResult": "hookbus.testing.verdict",
         "PluginReport": "hookbus.testing.verdict",

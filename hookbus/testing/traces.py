@@ -108,7 +108,7 @@ def _list_members(value: Any, path: str) -> Iterator[tuple[str, Any]] | None:
         return ((f"{path}{{{n}}}", each) for n, each in enumerate(sorted(value, key=repr)))
     if isinstance(value, _SEQUENCES) or type(value).__name__ == "deque":
         return ((f"{path}[{n}]", each) for n, each in enumerate(list(value)))
-    if isinstance(value, type | HookBus) or callable(value) and not hasattr(value, "__dict__"):
+    if isinstance(value, type | HookBus) or (callable(value) and not hasattr(value, "__dict__")):
         return None
     if _is_foreign(value):
         return None
