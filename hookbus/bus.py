@@ -7,6 +7,7 @@ import functools
 import os
 import types
 import uuid
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -32,6 +33,9 @@ from hookbus.saver import Pace, Saver, check_right
 from hookbus.sequence import RESUME_EVENTS
 from hookbus.transfer import watched
 
+made = weakref.WeakSet["HookBus"]()
+"""Every bus of this process, so that tests can tell where a run stands."""
+
 
 class HookBus:
     """Holds plugins, fires events, resumes and saves a run.
@@ -55,6 +59,7 @@ class HookBus:
         self._lock: RunLock | None = None
         self._closed = False
         self._plugins = Plugins(self, load_plugins=load_plugins, block=block)
+        made.add(self)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a HookBus cannot be pickled or copied")
@@ -369,6 +374,7 @@ class HookBus:
             fire=self._fire_by_name,
             may_grow=by_script or bool(request.setup or request.configure_sharded),
             blocked=self.blocked,
+            failed=self.failed,
             damaged=choice.damaged,
             again=again,
         )

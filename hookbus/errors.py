@@ -27,6 +27,8 @@
     ├── SaveError                     a save was refused or came at the wrong moment
     │   └── UnattachedError           something that trains belongs to nothing on the bus
     ├── LoopError                     the loop was used wrongly
+    ├── LawError                      (AssertionError) a plugin breaks laws of hookbus.testing
+    ├── ExactnessError                (AssertionError) a resumed run went on with other bits
     └── ManyErrors                    (ExceptionGroup) several of these at once
 """
 
@@ -134,6 +136,18 @@ class UnattachedError(SaveError):
 
 class LoopError(HookbusError):
     """The loop was used wrongly."""
+
+
+class LawError(HookbusError, AssertionError):
+    """A plugin breaks laws; ``report`` has what came of each."""
+
+    def __init__(self, message: str, report: object) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class ExactnessError(HookbusError, AssertionError):
+    """A run that was cut and resumed went on with other bits than one that was not."""
 
 
 class ManyErrors(HookbusError, ExceptionGroup[HookbusError]):  # noqa: N818 - a group, as in the standard library

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import attrs
 
 from hookbus.checkpoint import Checkpoint, SectionInfo
+from hookbus.entry_points import Failed, is_installed
 from hookbus.errors import (
     HookbusError,
     MismatchError,
@@ -30,6 +31,7 @@ class Fates:
     entries: Sequence[Registered]
     components: Mapping[str, object]
     blocked: frozenset[str]
+    failed: Sequence[Failed] = ()
 
     @property
     def is_warm_start(self) -> bool:
@@ -134,11 +136,7 @@ class Fates:
         for name, section in self._get_checkpoint().sections.items():
             asked = matches(name, self.list_asked()) and not self.is_left_out(name)
             if asked and name not in claimed and is_due(section):
-                who = describe(section.plugin, section.distribution, section.distribution_version)
-                yield UnclaimedSectionError(
-                    f"the checkpoint has a section {name!r}, written by {who}, and nobody on the"
-                    f" bus restores it; attach it, or pass skip=({name!r},)"
-                )
+                yield self._describe_unclaimed(section)
 
     def list_wanted(self, *, may_grow: bool) -> list[str]:
         """Return the sections that may be read; ``may_grow``: more plugins may come."""
@@ -173,6 +171,23 @@ class Fates:
             f"section {section.name!r} was saved by {section.plugin}, of kind {section.kind!r}, and"
             f" the run has {type(entry.plugin).__qualname__}, of kind {entry.kind or ''!r}; attach"
             f" the same sort of thing, or pass skip=({entry.name!r},)"
+        )
+
+    def _describe_unclaimed(self, section: SectionInfo) -> HookbusError:
+        name, distribution = section.name, section.distribution
+        failed = [each for each in self.failed if each.distribution == distribution]
+        own = [each for each in failed if each.name == name]
+        if failed:  # of an attached component nobody knows which of them would have looked after it
+            cause = f"; {'; '.join(map(str, own or failed))}"
+            hint = "mend it" if own else "mend that and attach it"
+        elif distribution and section.distribution_version and not is_installed(distribution):
+            cause, hint = f": {distribution} is not installed", "install it"
+        else:
+            cause, hint = "", "attach it"
+        who = describe(section.plugin, distribution, section.distribution_version)
+        return UnclaimedSectionError(
+            f"the checkpoint has a section {name!r}, written by {who}, and nobody on the bus"
+            f" restores it{cause}; {hint}, or pass skip=({name!r},)"
         )
 
     def _describe_missing(self, entry: Registered) -> HookbusError:

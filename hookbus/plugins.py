@@ -30,7 +30,6 @@ from hookbus.registration import (
     Origin,
     Registered,
     check_name,
-    describe,
     explain_unknown_event,
     inspect_plugin,
     name_type,
@@ -155,14 +154,10 @@ class Plugins:
         try:
             plugin = found.load()
             self._add(plugin, *who, inspect_plugin(plugin))
-        except Exception as error:
-            self.failed.append(Failed(found.name, found.distribution, found.version, error))
-            logger.warning(
-                "%s could not be loaded: %s: %s",
-                describe(found.name, found.distribution, found.version),
-                type(error).__name__,
-                error,
-            )
+        except (Exception, SystemExit) as error:  # a script as a module exits as it is imported
+            failed = Failed(found.name, found.distribution, found.version, error)
+            self.failed.append(failed)
+            logger.warning("%s", failed)
 
     def _add(
         self,

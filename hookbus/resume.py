@@ -11,6 +11,7 @@ import attrs
 
 from hookbus.checkpoint import Checkpoint, Metadata
 from hookbus.choosing import Choice
+from hookbus.entry_points import Failed
 from hookbus.errors import (
     AttachError,
     CallError,
@@ -51,6 +52,7 @@ class Resume:
     _fire: Callable[..., Any] = attrs.field(repr=False, alias="fire")
     _may_grow: bool = attrs.field(repr=False, alias="may_grow")
     _blocked: frozenset[str] = attrs.field(repr=False, alias="blocked")
+    _failed: AbstractSequence[Failed] = attrs.field(repr=False, alias="failed")
     damaged: Mapping[Path, HookbusError] = attrs.field(factory=dict, repr=False)
     again: bool = attrs.field(default=False, repr=False)  # this bus was in the run by then
     sequence: Sequence = attrs.field(factory=Sequence, repr=False, init=False)
@@ -345,6 +347,7 @@ class Resume:
             self._entries(),
             self.components,
             self._blocked,
+            self._failed,
         )
 
     @property
