@@ -291,7 +291,7 @@ BREACHES: list[tuple[type[Any], str, str]] = [
     (DrawsItsOwn, "no draws", "plugin.generator was drawn from"),
     (Changes, "no changes", "plugin.mean: [3] float32: 3 of 3 elements differ, first [0]: "),
     (SavesAConstant, "differs", "what change= leads to is saved with the same bits as what make="),
-    (RestoresInACheck, "check", "plugin.mean: "),
+    (RestoresInACheck, "check", "tensor 'mean': [3] float32: 3 of 3 elements differ"),
     (DrawsInACheck, "check", "torch was drawn from"),
     (ReadsAnyVersion, "version", "a section of version 1000000 was restored without a word"),
     (ForgetsTheCount, "fresh", "['count']: 1 and 0"),
