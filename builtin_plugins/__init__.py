@@ -2,7 +2,7 @@
 
 from builtin_plugins.callbacks import Callbacks
 from builtin_plugins.datamodule import DataModule
-from builtin_plugins.keep import KeepBest, KeepEvery, KeepLast, KeepTagged
+from builtin_plugins.keep import Keep, KeepBest, KeepEvery, KeepLast, KeepTagged
 from builtin_plugins.loader import Loader
 from builtin_plugins.loop import Loop
 from builtin_plugins.model import Model
@@ -15,7 +15,7 @@ from builtin_plugins.save_policy import SavePolicy
 from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
-from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, OverheadTarget
+from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, Moment, OverheadTarget, When
 
 __all__ = [
     "AttachedGenerator",
@@ -24,6 +24,7 @@ __all__ = [
     "EveryEpochs",
     "EverySeconds",
     "EverySteps",
+    "Keep",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
@@ -31,6 +32,7 @@ __all__ = [
     "Loader",
     "Loop",
     "Model",
+    "Moment",
     "Optimizer",
     "OverheadTarget",
     "Precision",
@@ -43,4 +45,5 @@ __all__ = [
     "Strategy",
     "TensorState",
     "Values",
+    "When",
 ]

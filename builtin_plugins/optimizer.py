@@ -117,7 +117,8 @@ class Optimizer:
         for state, tree in zip(self._states, self._read_names(resume.read()), strict=True):
             for setting, was, now, adapts in state.restore(tree, self._names):
                 then: Literal["keep", "adapt"] = "adapt" if adapts else "keep"
-                resume.change(setting, was, now, then=then, exact=not adapts)
+                why = "other kernels round differently" if adapts else ""
+                resume.change(setting, was, now, then=then, exact=not adapts, why=why)
 
     @hookbus.hookimpl
     def optimizer_stepped(self, optimizer: object) -> bool | None:

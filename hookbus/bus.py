@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from hookbus.asked import Wanted, check_word, warn_at_exit
+from hookbus.asked import Wanted, check_bool, check_word, warn_at_exit
 from hookbus.background import wait_for_writers
 from hookbus.checkpoint import Checkpoint, RunLock, make_run_directory, sweep
 from hookbus.choosing import check_run, choose
@@ -272,7 +272,7 @@ class HookBus:
         return saver.save(step, Wanted.make(metrics, wait, why, tag))
 
     def wait(self) -> None:
-        """Wait until the save behind training, if any, is committed.
+        """Wait for what is done behind training: the save is committed, deletions are over.
 
         Raises:
             SaveError: it failed; its cause is what went wrong first.
@@ -280,21 +280,23 @@ class HookBus:
         if self._saver is not None:
             self._saver.finish()
 
-    def delete(self, checkpoint: Checkpoint, *, why: str = "asked") -> None:
-        """Delete a checkpoint of this run, and say so in its history.
+    def delete(self, *checkpoints: Checkpoint, why: str = "asked", wait: bool = True) -> None:
+        """Delete checkpoints of this run, and say so in its history.
 
-        Before that every byte of the newest one is read, once, and found right.
+        Before that every byte of the newest one is read, once, and found right. With
+        ``wait=False`` all of it is done behind training, and what is not deleted is a WARNING.
 
         Raises:
             SaveError: it is the newest, or none of this run.
             CheckpointNotFoundError: it, or the newest one, is not there.
-            CorruptCheckpointError: it, or the newest one, is damaged; nothing is deleted.
+            CorruptCheckpointError: it, or the newest one, is damaged and not deleted.
             WriteError: the disk refused.
         """
         saver = self._get_saver()
-        if not isinstance(checkpoint, Checkpoint):
-            raise CallError(f"delete({checkpoint!r}): pass one of hookbus.checkpoints(run)")
-        saver.delete(checkpoint, check_word("why", why))
+        for each in checkpoints:
+            if not isinstance(each, Checkpoint):
+                raise CallError(f"delete({each!r}): pass some of hookbus.checkpoints(run)")
+        saver.delete(checkpoints, check_word("why", why), wait=check_bool("wait", wait))
 
     def reach_safe_point(self, loop: object) -> None:
         """Fire ``safe_point`` and write what was asked for; called by the loop on the bus."""

@@ -554,7 +554,10 @@ def test_a_setting_that_changes_the_bits_is_noted_with_both_values(
     finally:
         torch.set_num_threads(1)
     (change,) = report.changes
-    assert str(change) == "threads: saved 1, run has 2; the run's is used, so not bit for bit"
+    assert str(change) == (
+        "threads: saved 1, run has 2; the run's is used, so not bit for bit (it decides how sums"
+        " round)"
+    )
     assert (change.setting, change.then, change.exact) == ("threads", "adapt", False)
     assert caplog.messages == [
         f"{run} goes on with other settings than it was saved with:\n  {change}"
