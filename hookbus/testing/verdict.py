@@ -71,7 +71,8 @@ LAWS = (
     Law(
         "version",
         "an unknown version is refused",
-        "compare resume.metadata().version with yours in check_state and call resume.problem()",
+        "say the version that you write, save.write(state, version=2), and let no migration begin"
+        " at one that you never wrote; refuse others in check_state by resume.problem()",
     ),
     Law(
         "fresh",
