@@ -219,13 +219,15 @@ class Pass:
             position["batch"],
             world_size,
         )
-        logger.warning(
-            "%s: %d samples of this epoch are done by %d processes; the others are dealt out to %d",
-            describe(self._source),
-            self._division.samples,
-            saved.world_size,
-            world_size,
-        )
+        if self._rank == 0:
+            logger.warning(
+                "%s: %d samples of this epoch are done, on %d processes; the others are dealt out"
+                " to %d",
+                describe(self._source),
+                self._division.samples,
+                saved.world_size,
+                world_size,
+            )
         self._handed = position["batch"]
         return self._make_iterator()
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import time
 import traceback
@@ -26,6 +27,7 @@ import xxhash
 
 from hookbus import errors
 from hookbus.errors import HookbusError, RankError
+from hookbus.logs import logger
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -109,6 +111,12 @@ ALONE = Ranks()
 def find_ranks(known: Ranks = ALONE) -> Ranks:
     """Return the ranks of this run, as they are now; several make their group, all together."""
     if known.is_current:
+        if known is ALONE and "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
+            logger.warning(
+                "there are %s processes, and torch.distributed is not initialised, so this one is a"
+                " run of its own; call init_process_group() before bus.resume()",
+                os.environ["WORLD_SIZE"],
+            )
         return known
     known.close()
     return ManyRanks() if _is_distributed() else ALONE

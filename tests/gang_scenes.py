@@ -452,6 +452,19 @@ def damage(gang: Gang) -> dict[str, Any]:
     }
 
 
+def save_own(gang: Gang) -> None:
+    """Leave a checkpoint in which each process has its own of a section."""
+
+    def act(rank: int) -> None:
+        with hookbus.HookBus() as bus:
+            own = {"rank": rank, "tensor": torch.full((5,), float(rank))}
+            bus.attach(model=nn.Linear(2, 2), own=own)
+            bus.resume(gang.folder / "run")
+            bus.save(step=1)
+
+    assert [end.status for end in gang.start(act)] == [0] * gang.world_size
+
+
 # -- another number of processes -----------------------------------------------------------------
 
 
