@@ -141,6 +141,17 @@ def test_where_one_breaks_in_a_save_no_checkpoint_is_made_and_all_raise(
         assert told["left"] == [], case
 
 
+def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(gang: Server, folder: Path) -> None:
+    """Source: TensorAuto/OpenTau#396"""
+    told = gang.ask("lose_a_file", folder, 2)
+    for end in told["ends"]:
+        assert "CorruptCheckpointError" in end["kinds"]
+        assert "what rank 1 wrote is not here: " in end["text"]
+        assert "rng/rank00001.json" in end["text"]
+    assert told["checkpoints"] == ["step-00000004"]
+    assert told["left"] == []
+
+
 # -- they differ ---------------------------------------------------------------------------------
 
 
@@ -184,6 +195,10 @@ def test_processes_at_different_places_are_told_so(gang: Server, folder: Path) -
         assert end["text"].startswith("the ranks are at different places: ")
         assert "something else on rank 1" in end["text"]
         assert end["seconds"] < 5
+
+
+def test_closing_waits_for_nobody(gang: Server, folder: Path) -> None:
+    assert gang.ask("close_early", folder, 2) == [0, 0]
 
 
 # -- what one asks for, all do -------------------------------------------------------------------
