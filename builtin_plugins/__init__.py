@@ -21,9 +21,9 @@ from builtin_plugins.strategy_single import Single
 from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, Moment, OverheadTarget, When
 
 __all__ = [
-    "DDP",
     "AttachedGenerator",
     "Callbacks",
+    "DDP",
     "DataModule",
     "EveryEpochs",
     "EverySeconds",

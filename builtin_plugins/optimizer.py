@@ -86,7 +86,7 @@ class Optimizer:
             if lazy := [self._names[id(p)] for p in parameters if is_lazy(p)]:
                 resume.problem(describe_lazy(lazy, "bus.resume()"))
                 return
-        saved = self._read_names(resume.metadata().state)
+        saved = self._read_names(resume, resume.metadata().state)
         if len(saved) != len(self._states):
             resume.problem(
                 f"saved with {len(saved)} optimizers, run has {len(self._states)}; "
@@ -116,11 +116,12 @@ class Optimizer:
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
-        read = self._read_names(resume.read(targets=self._make_targets(resume)))
+        read = self._read_names(resume, resume.read(targets=self._make_targets(resume)))
         for state, tree in zip(self._states, read, strict=True):
             for setting, was, now, adapts in state.restore(tree, self._names):
                 then: Literal["keep", "adapt"] = "adapt" if adapts else "keep"
-                resume.change(setting, was, now, then=then, exact=not adapts)
+                why = "other kernels round differently" if adapts else ""
+                resume.change(setting, was, now, then=then, exact=not adapts, why=why)
 
     @hookbus.hookimpl
     def optimizer_stepped(self, optimizer: object) -> bool | None:
@@ -178,14 +179,19 @@ class Optimizer:
         if not any(map(is_dtensor, parameters)):
             return {}
         targets: dict[str, torch.Tensor] = {}
-        saved = self._read_names(resume.metadata().state)
+        saved = self._read_names(resume, resume.metadata().state)
         for state, tree in zip(self._states, saved, strict=True):
             targets |= state.make_targets(tree, self._names)
         return targets
 
-    def _read_names(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _read_names(
+        self, resume: hookbus.Resume, saved: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        # Names begin with that of the component, which may have been another one.
+        names = {**resume.renamed, **self.rename}
+
         def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
-            return {rename(name, self.rename): value for name, value in mapping.items()}
+            return {rename(name, names): value for name, value in mapping.items()}
 
         return [
             {

@@ -18,8 +18,8 @@ class Single:
     def resume_start(self, resume: hookbus.Resume) -> None:
         if resume.world_size > 1:
             raise CallError(
-                f"Single() is for one process, and there are {resume.world_size}; register DDP() or"
-                " FSDP2()"
+                f"there are {resume.world_size} processes, and Single() is for one; register DDP()"
+                " or FSDP2()"
             )
 
     @hookbus.hookimpl

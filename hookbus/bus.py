@@ -8,6 +8,7 @@ import os
 import sys
 import types
 import uuid
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -34,6 +35,9 @@ from hookbus.saver import Pace, Saver, check_right
 from hookbus.sequence import RESUME_EVENTS
 from hookbus.transfer import watched
 
+made = weakref.WeakSet["HookBus"]()
+"""Every bus of this process, so that tests can tell where a run stands."""
+
 
 class HookBus:
     """Holds plugins, fires events, resumes and saves a run.
@@ -58,6 +62,7 @@ class HookBus:
         self._closed = False
         self._ranks = ALONE
         self._plugins = Plugins(self, load_plugins=load_plugins, block=block)
+        made.add(self)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a HookBus cannot be pickled or copied")
@@ -194,6 +199,8 @@ class HookBus:
           and random streams are left alone, and the run directory is only read;
         - ``skip``: names or shell patterns of sections not to restore;
         - ``missing_ok``: of plugins that may start fresh where the checkpoint has no section;
+        - ``aliases``: for each name that is new, the one that its section was saved under, such as
+          ``{"encoder": "model"}``; needless, and no harm, once the run is saved under the new one;
         - ``only``: with another stage than ``"fit"``, the only sections to restore;
         - ``init_from``: a checkpoint, or a run (its newest), for a warm start with the sections
           ``init_only``, which default to ``("model",)``; ignored once this run has a checkpoint;
@@ -388,6 +395,7 @@ class HookBus:
             may_grow=by_script or bool(request.setup or request.configure_sharded),
             by_script=by_script,
             blocked=self.blocked,
+            failed=self.failed,
             ranks=ranks,
             damaged=choice.damaged,
             again=again,

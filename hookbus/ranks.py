@@ -257,7 +257,12 @@ class ManyRanks(Ranks):
     # -- inside --------------------------------------------------------------------------------
 
     def _meet(
-        self, place: str, number: int = 0, *, fault: _Fault | None = None, in_time: bool = True
+        self,
+        place: str,
+        number: int = 0,
+        *,
+        fault: _Fault | None = None,
+        patience: timedelta | None = None,
     ) -> int:
         """Meet the others at a place; return the largest of the ranks' numbers.
 
@@ -272,13 +277,12 @@ class ManyRanks(Ranks):
         code = xxhash.xxh3_64_intdigest(place.encode()) >> 2
         # Of all ranks the largest; so also the smallest code, with its sign turned.
         header = torch.tensor([code, -code, number], dtype=torch.int64, device="cpu")
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        if patience is not None:
+            options.timeout = patience  # not that of `wait`, after which the group cannot end
         with self._heeding(place):
-            work = dist.all_reduce(header, dist.ReduceOp.MAX, group=self._group, async_op=True)
-            assert work is not None
-            if in_time:
-                work.wait()
-            else:
-                work.wait(PATIENCE)
+            self._group.allreduce([header], options).wait()
         self._meetings += 1
         largest, smallest, found = header.tolist()
         if largest != -smallest:
@@ -298,7 +302,7 @@ class ManyRanks(Ranks):
         self.leave_word(place, error)
         fault = _Fault.make(self.rank, place, error)
         try:
-            self._meet(place, 1, fault=fault, in_time=False)
+            self._meet(place, 1, fault=fault, patience=PATIENCE)
             self._hear(place, fault)
         except RankError as other:
             if self._lost is not None:  # that may be why this one broke
@@ -362,10 +366,10 @@ class ManyRanks(Ranks):
         return f"a rank is gone ({text})"
 
     def _call_roll(self) -> list[int]:
-        """Return the ranks that do not answer within a second."""
+        """Return the ranks that do not answer within half a second."""
         self._store.set(f"here/{self.rank}", "1")
         keys = [f"here/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + 1
+        deadline = time.monotonic() + 0.5
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]

@@ -252,26 +252,25 @@ def _note_changes(resume: Resume, checkpoint: Checkpoint) -> None:
         return
     ranks = resume.ranks
     if checkpoint.world_size != ranks.world_size:
-        lost = range(ranks.world_size, checkpoint.world_size)
-        new = range(checkpoint.world_size, ranks.world_size)
-        why = f"what rank {_list_ranks(lost)} had of its own is left behind" if lost else ""
-        if new:
-            why = f"rank {_list_ranks(new)} is new and begins with what rank 0 had of its own"
-        resume.change(
-            "world size",
-            checkpoint.world_size,
-            ranks.world_size,
-            then="adapt",
-            exact=False,
-            why=why,
-        )
-    for saved, now in (
-        (checkpoint.settings, read_settings()),
-        (checkpoint.versions, read_versions()),
+        _note_world_size(resume, checkpoint.world_size, ranks.world_size)
+    for saved, now, why in (
+        (checkpoint.settings, read_settings(), "it decides how sums round"),
+        (checkpoint.versions, read_versions(), "its kernels may round differently"),
     ):
         for name in {**saved, **now}:
             if saved.get(name) != now.get(name):
-                resume.change(name, saved.get(name), now.get(name), then="adapt", exact=False)
+                resume.change(
+                    name, saved.get(name), now.get(name), then="adapt", exact=False, why=why
+                )
+
+
+def _note_world_size(resume: Resume, saved: int, now: int) -> None:
+    if saved > now:
+        why = f"what rank {_list_ranks(range(now, saved))} had of its own is left behind"
+    else:
+        new = _list_ranks(range(saved, now))
+        why = f"rank {new} is new and begins with what rank 0 had of its own"
+    resume.change("world size", saved, now, then="adapt", exact=False, why=why)
 
 
 def _list_ranks(ranks: range) -> str:
@@ -281,6 +280,8 @@ def _list_ranks(ranks: range) -> str:
 def _tell_changes(resume: Resume) -> None:
     if resume.report.changes and resume.stage == "fit" and not resume.fresh:
         changes = "\n  ".join(map(str, resume.report.changes))
+        if any(change.then == "keep" for change in resume.report.changes):
+            changes += "\n  (where the saved one is used, set the run's after bus.resume())"
         logger.warning(
             "%s goes on with other settings than it was saved with:\n  %s", resume.run, changes
         )

@@ -6,10 +6,13 @@ Each scene is given a `Gang` and returns what happened as plain values.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import random
 import shutil
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +21,19 @@ import torch
 import torch.distributed as dist
 from exact import run_plain, seed, to_bits
 from gang import LIMIT, End, Gang
+from torch import nn
+from torch.utils import data
 
+import builtin_plugins
 import hookbus
-from builtin_plugins import EverySteps, Loop, Preemption, SavePolicy
+from builtin_plugins import EverySeconds, EverySteps, Loop, Preemption, SavePolicy
 from hookbus.checkpoint import files
 from hookbus.sequence import RESUME_EVENTS
 
 # -- what they do --------------------------------------------------------------------------------
 
 
-def train(run: Path, *plugins: object, wait: bool = True, number: int = 0) -> str:
+def train(run: Path, *plugins: object, wait: bool = True, number: int = 0, **options: Any) -> str:
     """Go on with the run to its end; a policy saves at steps 4, 8, 12."""
     seed(number if any(run.glob("step-*")) else 0)  # what goes on owes nothing to a seed
     parts, loop = ddp_run.build(), Loop()
@@ -36,13 +42,23 @@ def train(run: Path, *plugins: object, wait: bool = True, number: int = 0) -> st
         for i, plugin in enumerate(plugins):
             bus.register(plugin, f"plugin{i}")
         bus.attach(**parts.attached, loop=loop)
-        bus.resume(run)
+        bus.resume(run, **options)
         parts.run(loop, lambda where: None)
         digest = parts.digest()
     return ddp_run.shorten(digest)
 
 
-def die(*_: object) -> None:
+def run_plainly(gang: Gang) -> list[str]:
+    return [end.told for end in gang.start(lambda rank: ddp_run.shorten(run_plain(ddp_run.build)))]
+
+
+def begin(gang: Gang, run: Path, saves: int = 1) -> None:
+    """Leave a run with some checkpoints, of steps 4, 8, 12."""
+    ends = gang.start(lambda rank: train(run, Stop(saves)))
+    assert [end.told["error"] for end in ends] == ["StoppedError"] * gang.world_size, ends
+
+
+def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -58,11 +74,45 @@ class At:
         setattr(self, event, hookbus.hookimpl(call))
 
 
-class DiskCount:
-    """Counts what is done to the disk, from the second save on, and dies before one of it."""
+class AtStep:
+    """Does something at each safe point, before the policies are asked."""
 
-    def __init__(self, fatal: int = -1) -> None:
-        self.done, self.saves, self.fatal = 0, 0, fatal
+    kind = "at"
+
+    def __init__(self, act: Callable[[int], None]) -> None:
+        self._act = act
+
+    @hookbus.hookimpl(tryfirst=True)
+    def safe_point(self, loop: Any) -> None:
+        self._act(loop.step)
+
+
+class StoppedError(Exception):
+    """The script broke on all ranks."""
+
+
+class Stop:
+    """Ends the script on all ranks, right after some saves."""
+
+    kind = "at"
+
+    def __init__(self, saves: int = 1) -> None:
+        self._left = saves
+
+    @hookbus.hookimpl(trylast=True)
+    def save_end(self, checkpoint: object) -> None:
+        self._left -= 1
+        if not self._left:
+            raise StoppedError
+
+
+class DiskCount:
+    """Counts what is done to the disk in the second save, and may act before one of it."""
+
+    kind = "at"
+
+    def __init__(self, fatal: int = -1, act: Callable[[], object] = die) -> None:
+        self.done, self.saves, self.fatal, self.act = 0, 0, fatal, act
         files.watcher = self.watch
 
     @hookbus.hookimpl
@@ -71,15 +121,9 @@ class DiskCount:
 
     def watch(self, *_: object) -> None:
         if self.saves == 2:
-            if self.done == self.fatal:
-                die()
             self.done += 1
-
-
-class Quiet:
-    """The same plugin on ranks that nothing happens to: all ranks have the same ones."""
-
-    kind = "at"
+            if self.done == self.fatal + 1:
+                self.act()
 
 
 def check_others(ends: list[End], victim: int) -> float:
@@ -94,67 +138,55 @@ def check_others(ends: list[End], victim: int) -> float:
     return max(end.seconds for end in ends)
 
 
-# -- scenarios -----------------------------------------------------------------------------------
+def list_starts(run: Path) -> list[int]:
+    return [each["step"] for each in hookbus.history(run) if each["event"] == "start"]
 
 
-def kill_in_saves(gang: Gang, every: int) -> dict[str, Any]:
-    """Kill each rank before changes of the disk in the second save, at once and behind training."""
+# -- one dies ------------------------------------------------------------------------------------
+
+
+def kill_in_saves(gang: Gang, every: int, wait: bool) -> dict[str, Any]:
+    """Kill each rank before changes of the disk in the second save."""
+    expected = run_plainly(gang)
     told: dict[str, Any] = {"kills": 0, "slowest": 0.0, "from": {}}
-    expected = [
-        end.told for end in gang.start(lambda rank: ddp_run.shorten(run_plain(ddp_run.build)))
-    ]
-    for wait in (True, False):
 
-        def count(rank: int, wait: bool = wait) -> int:
-            counting = DiskCount()
-            train(gang.folder / f"whole-{wait}", counting, wait=wait)
-            return counting.done
+    def count(rank: int) -> int:
+        counting = DiskCount()
+        train(gang.folder / "whole", counting, wait=wait)
+        return counting.done
 
-        counts = [end.told for end in gang.start(count)]
-        assert all(counts), counts
-        told[f"changes, wait={wait}"] = counts
-        for victim in range(gang.world_size):
-            for fatal in {*range(0, counts[victim], every), counts[victim] - 1}:
-                run = gang.folder / f"kill-{wait}-{victim}-{fatal}"
+    counts = [end.told for end in gang.start(count)]
+    assert all(counts), counts
+    for victim in range(gang.world_size):
+        for fatal in sorted({*range(0, counts[victim], every), counts[victim] - 1}):
+            run = gang.folder / f"kill-{victim}-{fatal}"
 
-                def act(
-                    rank: int,
-                    victim: int = victim,
-                    fatal: int = fatal,
-                    run: Path = run,
-                    wait: bool = wait,
-                ) -> str:
-                    return train(run, DiskCount(fatal if rank == victim else -1), wait=wait)
+            def act(rank: int, run: Path, victim: int, fatal: int) -> str:
+                return train(run, DiskCount(fatal if rank == victim else -1), wait=wait)
 
-                told["slowest"] = max(told["slowest"], check_others(gang.start(act), victim))
-                newest = max(path.name for path in run.glob("step-*"))
-                told["from"][newest] = told["from"].get(newest, 0) + 1
-                again = gang.start(lambda rank, run=run: train(run, DiskCount(), number=9))
-                assert [end.told for end in again] == expected, (run, again)
-                starts = [e["step"] for e in hookbus.history(run) if e["event"] == "start"]
-                assert starts == [0, int(newest[5:])], (run, starts)
-                assert not list(run.glob(".*tmp")), run
-                told["kills"] += 1
+            killed = functools.partial(act, run=run, victim=victim, fatal=fatal)
+            told["slowest"] = max(told["slowest"], check_others(gang.start(killed), victim))
+            newest = max(path.name for path in run.glob("step-*"))
+            told["from"][newest] = told["from"].get(newest, 0) + 1
+            again = gang.start(lambda rank, run=run: train(run, DiskCount(), number=9))
+            assert [end.told for end in again] == expected, (run, again)
+            assert list_starts(run) == [0, int(newest[5:])], run
+            assert not list(run.glob(".*tmp")), run
+            told["kills"] += 1
     return told
 
 
-def kill_in_events(gang: Gang) -> dict[str, Any]:
-    """Kill each rank in each event of a resume."""
+def kill_in_events(gang: Gang, victims: list[int], events: list[str]) -> dict[str, Any]:
+    """Kill a rank in some events of a resume."""
     told: dict[str, Any] = {"kills": 0, "slowest": 0.0}
-    expected = [
-        end.told for end in gang.start(lambda rank: ddp_run.shorten(run_plain(ddp_run.build)))
-    ]
+    expected = run_plainly(gang)
     run = gang.folder / "run"
-
-    def stop(rank: int) -> str:
-        return train(run, At("resume_start", lambda: None), Stop())
-
-    assert [end.told["error"] for end in gang.start(stop)] == ["StoppedError"] * gang.world_size
-    for event in RESUME_EVENTS:
-        for victim in range(gang.world_size):
+    begin(gang, run)
+    for event in events:
+        for victim in victims:
 
             def act(rank: int, event: str = event, victim: int = victim) -> str:
-                return train(run, At(event, die if rank == victim else int), Stop())
+                return train(run, At(event, die if rank == victim else int))
 
             told["slowest"] = max(told["slowest"], check_others(gang.start(act), victim))
             told["kills"] += 1
@@ -163,45 +195,170 @@ def kill_in_events(gang: Gang) -> dict[str, Any]:
     return told
 
 
-class StoppedError(Exception):
-    """The script broke on all ranks."""
+# -- one breaks ----------------------------------------------------------------------------------
 
 
-class Stop:
-    """Ends the script on all ranks, right after the first save."""
-
-    kind = "at"
-
-    @hookbus.hookimpl(trylast=True)
-    def save_end(self, checkpoint: object) -> None:
-        raise StoppedError
+def complain() -> None:
+    raise KeyError("shadow")
 
 
 def break_in_events(gang: Gang) -> dict[str, Any]:
     """Break on one rank in each event; all hear of it."""
     told: dict[str, Any] = {}
     run = gang.folder / "run"
-    gang.start(lambda rank: train(run, At("resume_start", int), Stop()))
-
-    def complain() -> None:
-        raise KeyError("shadow")
-
+    begin(gang, run)
     for event in RESUME_EVENTS:
         victim = len(told) % gang.world_size
 
         def act(rank: int, event: str = event, victim: int = victim) -> str:
-            return train(run, At(event, complain if rank == victim else int), Stop())
+            return train(run, At(event, complain if rank == victim else int))
 
         ends = gang.start(act)
-        told[event] = [victim, *({**end.told, "seconds": end.seconds} for end in ends)]
+        told[event] = [victim, [{**end.told, "seconds": end.seconds} for end in ends]]
     return told
+
+
+def break_beside_a_collective(gang: Gang) -> list[Any]:
+    """Break on rank 1 while rank 0 waits for it in the default group."""
+
+    def act(rank: int) -> str:
+        acts = At("configure_sharded", complain if rank == 1 else dist.barrier)
+        return train(gang.folder / "run", acts)
+
+    return [{**end.told, "seconds": end.seconds} for end in gang.start(act)]
+
+
+def break_in_saves(gang: Gang, cases: list[tuple[bool, int]]) -> dict[str, Any]:
+    """Break on one rank in a save; no checkpoint is made, all raise, and the next one is made."""
+    told: dict[str, Any] = {}
+
+    def fill_up() -> None:
+        raise OSError(28, "No space left on device")
+
+    for wait, victim in cases:
+        run = gang.folder / f"{wait}-{victim}"
+
+        def act(rank: int, run: Path = run, victim: int = victim, wait: bool = wait) -> str:
+            count = DiskCount(5 if rank == victim else -1, fill_up)
+            return train(run, count, wait=wait)
+
+        ends = gang.start(act)
+        again = gang.start(lambda rank, run=run: train(run, DiskCount(), number=9))
+        told[f"{wait} {victim}"] = {
+            "ends": [{**end.told, "seconds": end.seconds} for end in ends],
+            "starts": list_starts(run),
+            "again": [end.status for end in again],
+            "left": [path.name for path in run.glob(".*tmp")],
+        }
+    return told
+
+
+def leave_one_behind(gang: Gang) -> list[Any]:
+    """Break on rank 1 in the script, while rank 0 goes on to its next safe point."""
+
+    def act(rank: int) -> str:
+        def call(step: int) -> None:
+            if step == 2 and rank == 1:
+                complain()
+
+        return train(gang.folder / "run", AtStep(call))
+
+    return [{**end.told, "seconds": end.seconds} for end in gang.start(act)]
+
+
+# -- they differ ---------------------------------------------------------------------------------
+
+
+class Older:
+    """A plugin of another order on some ranks."""
+
+    kind = "older"
+    before: tuple[str, ...] = ()
+
+    @hookbus.hookimpl
+    def save_state(self, save: hookbus.Save) -> None:
+        save.write({})
+
+
+def disagree(gang: Gang) -> dict[str, list[Any]]:
+    """Let rank 1 pass another run directory, another argument, and have another order."""
+    run, elsewhere = gang.folder / "run", gang.folder / "elsewhere"
+    begin(gang, run, saves=2)
+    shutil.copytree(run, elsewhere)
+
+    def order(rank: int) -> str:
+        plugin = Older()
+        plugin.before = ("rng",) if rank else ()
+        return train(run, plugin, missing_ok=("plugin0",))
+
+    def come_with_less(rank: int) -> str:
+        return train(run, *([] if rank else [Older()]), missing_ok=("plugin0",))
+
+    cases = {
+        "directory": lambda rank: train(elsewhere if rank else run),
+        "argument": lambda rank: train(run, step=8 if rank else None),
+        "order": order,
+        "plugins": come_with_less,
+    }
+    told = {name: [end.told for end in gang.start(act)] for name, act in cases.items()}
+    told["starts"] = list_starts(run)
+    return told
+
+
+def diverge(gang: Gang) -> dict[str, Any]:
+    """Change one weight of rank 1, and then save."""
+    run = gang.folder / "run"
+
+    def act(rank: int) -> str:
+        def change(step: int) -> None:
+            if step == 6 and rank == 1:
+                for each in hookbus_model[0].parameters():
+                    each.data.view(-1)[0] += 1e-3
+                    break
+
+        hookbus_model: list[nn.Module] = []
+        remember = At("resume_end", int)
+
+        class Find:
+            kind = "at"
+
+            @hookbus.hookimpl
+            def resume_end(self, resume: hookbus.Resume) -> None:
+                model = resume.components["model"]
+                assert isinstance(model, nn.Module)
+                hookbus_model.append(model)
+
+        return train(run, remember, Find(), AtStep(change))
+
+    ends = gang.start(act)
+    return {
+        "ends": [end.told for end in ends],
+        "checkpoints": [each.step for each in hookbus.checkpoints(run)],
+        "left": [path.name for path in run.glob(".*tmp")],
+    }
+
+
+def go_apart(gang: Gang) -> list[Any]:
+    """Let rank 0 save without a loop, and rank 1 close."""
+
+    def act(rank: int) -> None:
+        with hookbus.HookBus() as bus:
+            bus.attach(model=nn.Linear(2, 2))
+            bus.resume(gang.folder / "run")
+            if rank == 0:
+                bus.save(step=1)
+            else:
+                bus.ranks.gather("something else", 1)
+
+    return [{**end.told, "seconds": end.seconds} for end in gang.start(act)]
+
+
+# -- what one asks for, all do -------------------------------------------------------------------
 
 
 def signal_one(gang: Gang) -> dict[str, Any]:
     """Send SIGTERM to one rank in the middle of training."""
-    expected = [
-        end.told for end in gang.start(lambda rank: ddp_run.shorten(run_plain(ddp_run.build)))
-    ]
+    expected = run_plainly(gang)
     run = gang.folder / "run"
 
     def act(rank: int) -> str:
@@ -223,6 +380,81 @@ def signal_one(gang: Gang) -> dict[str, Any]:
     }
 
 
+def ask_on_one(gang: Gang) -> list[Any]:
+    """Save where one rank alone asks for it, with metrics that differ, and by rank 0's clock."""
+    run = gang.folder / "run"
+
+    def act(rank: int) -> list[Any]:
+        seed(0)
+        parts, loop = ddp_run.build(), Loop()
+        with hookbus.HookBus() as bus:
+            # A clock that is always due on rank 1, and never on rank 0, which decides.
+            bus.register(SavePolicy(when=EverySeconds(1e-9 if rank else 1e9)))
+            bus.attach(**parts.attached, loop=loop)
+            bus.resume(run)
+            for epoch in loop.epochs(1):
+                parts.head(epoch)
+                for x in loop.batches(parts.loader):
+                    parts.body(loop.batch, x)
+                    if loop.batch == 2 and rank == 1:
+                        bus.save(wait=False, why="rank 1 alone")
+                    if loop.batch == 4:
+                        bus.save(metrics={"loss": float(rank)}, why="all")
+        return [[c.step, c.why, c.metrics] for c in hookbus.checkpoints(run)]
+
+    return [end.told for end in gang.start(act)]
+
+
+def save_at_odd_moments(gang: Gang, saves: int) -> dict[str, Any]:
+    """Save again and again while each rank comes late by a time of its own."""
+    run = gang.folder / "run"
+
+    def act(rank: int) -> list[int]:
+        chance = random.Random(rank)
+        model = nn.Linear(2, 2)
+        with hookbus.HookBus() as bus:
+            bus.attach(model=model, own={"rank": rank})
+            bus.resume(run)
+            for step in range(saves):
+                time.sleep(chance.random() / 50)
+                bus.save(step=step, wait=step % 2 == 0)
+        return [each.step for each in hookbus.checkpoints(run)]
+
+    ends = gang.start(act)
+    for each in hookbus.checkpoints(run):
+        each.verify()
+    last = hookbus.checkpoints(run)[-1]
+    return {
+        "steps": [end.told for end in ends],
+        "own": [last.read("own", rank=rank) for rank in range(gang.world_size)],
+    }
+
+
+# -- what is damaged or left over ----------------------------------------------------------------
+
+
+def damage(gang: Gang) -> dict[str, Any]:
+    """Take away what rank 1 alone had of the newest checkpoint; leave a dead save's folder too."""
+    expected = run_plainly(gang)
+    run = gang.folder / "run"
+    begin(gang, run, saves=2)
+    (run / "step-00000008" / "rng" / "rank00001.safetensors").unlink()
+    left = run / ".step-00000012.1-0123456789abcdef.tmp"
+    (left / "model.safetensors").mkdir(parents=True)
+    strict = gang.start(lambda rank: train(run, fallback=False))
+    again = gang.start(lambda rank: train(run, number=9))
+    return {
+        "strict": [end.told for end in strict],
+        "exact": [end.told for end in again] == expected,
+        "starts": list_starts(run),
+        "moved": [path.name for path in run.glob("damaged-*")],
+        "left": [path.name for path in run.glob(".*tmp")],
+    }
+
+
+# -- another number of processes -----------------------------------------------------------------
+
+
 def change_number(gang: Gang, numbers: list[int]) -> dict[str, Any]:
     """Save in the middle of an epoch on some processes, and go on with others, twice."""
     told: dict[str, Any] = {}
@@ -231,33 +463,44 @@ def change_number(gang: Gang, numbers: list[int]) -> dict[str, Any]:
         run = gang.folder / f"from-{first}"
         begun = [end.told for end in gang.start(lambda rank, run=run: collect(run, stop=2))]
         for second in numbers:
-            ends = []
+            rest = []
             for again in (0, 1):  # twice, since new processes must draw the same numbers
                 copy = gang.folder / f"{first}-to-{second}-{again}"
                 shutil.copytree(run, copy)
                 gang.world_size = second
-                ends.append(gang.start(lambda rank, run=copy: collect(run, stop=3)))
+                ends = gang.start(lambda rank, run=copy: collect(run, stop=3))
+                rest.append([end.told for end in ends])
             gang.world_size = first
             last = gang.start(lambda rank, run=copy: collect(run))
-            rest = [[end.told for end in each] for each in (*ends, last)]
-            told[f"{first} to {second}"] = [begun, *rest]
+            told[f"{first} to {second}"] = [begun, *rest, [end.told for end in last]]
     return told
 
 
-def collect(run: Path, stop: int = 0) -> dict[str, Any]:
-    """Train up to a step and save there, or to the end of the epoch; tell the samples seen."""
+def collect(
+    run: Path,
+    stop: int = 0,
+    make_loader: Callable[[], data.DataLoader[torch.Tensor]] | None = None,
+    epoch: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train up to a batch and save there, or to the end of the epoch; tell the samples seen."""
     seed(dist.get_rank())
-    parts, loop, seen = ddp_run.build(), Loop(), []
+    parts, loop, seen = ddp_run.build(), Loop(), list[int]()
+    loader = parts.loader if make_loader is None else make_loader()
+    attached: Mapping[str, object] = {**parts.attached, "data": loader}
     with contextlib.suppress(StoppedError), hookbus.HookBus() as bus:
         bus.register(Stop(), "stop")
-        bus.attach(**parts.attached, loop=loop)
+        bus.attach(**attached, loop=loop)
         resume = bus.resume(run)
-        before = ddp_run.shorten([to_bits(each) for each in bus.components["model"].parameters()])
-        moments = ddp_run.shorten(to_bits(bus.components["optimizer"].state_dict()["state"]))
+        model, optimizer = bus.components["model"], bus.components["optimizer"]
+        assert isinstance(model, nn.Module)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        weights = ddp_run.shorten([to_bits(each) for each in model.parameters()])
+        moments = ddp_run.shorten(to_bits(optimizer.state_dict()["state"]))
         draws = torch.rand(3).tolist()
-        for epoch in loop.epochs(1):
-            parts.head(epoch)
-            for x in loop.batches(parts.loader):
+        for number in loop.epochs(1):
+            parts.head(number if epoch is None else epoch)
+            for x in loop.batches(loader, **options):
                 parts.body(loop.batch, x)
                 seen += x[:, 0].int().tolist()
                 if stop and loop.batch == stop:
@@ -265,20 +508,112 @@ def collect(run: Path, stop: int = 0) -> dict[str, Any]:
     return {
         "seen": seen,
         "draws": draws,
-        "weights": before,
+        "weights": weights,
         "moments": moments,
         "notes": [*resume.report.notes, *map(str, resume.report.changes)],
     }
 
 
-class AtStep:
-    """Does something at each safe point, before the policies are asked."""
+class Numbers(data.IterableDataset[torch.Tensor]):
+    """The points as a stream."""
 
-    kind = "at"
+    def __iter__(self) -> Any:
+        return iter(torch.full((4,), float(i)) for i in range(ddp_run.SAMPLES))
 
-    def __init__(self, act: Callable[[int], None]) -> None:
-        self._act = act
 
-    @hookbus.hookimpl(tryfirst=True)
-    def safe_point(self, loop: Any) -> None:
-        self._act(loop.step)
+def change_loaders(gang: Gang) -> dict[str, Any]:
+    """Go on with one process more where a loader deals out no one order."""
+    points = ddp_run.Points()
+    makers: dict[str, Callable[[], data.DataLoader[torch.Tensor]]] = {
+        "plain": lambda: data.DataLoader(points, batch_size=4),
+        "shuffled": lambda: data.DataLoader(points, batch_size=4, shuffle=True),
+        "stream": lambda: data.DataLoader(Numbers(), batch_size=4),
+    }
+    told: dict[str, Any] = {}
+    few = gang.world_size
+    for name, make in makers.items():
+        told[name] = []
+        for number in (few, few + 1):
+            gang.world_size = number
+            stop = 2 if number == few else 0
+
+            def act(rank: int, make: Any = make, stop: int = stop, name: str = name) -> Any:
+                return collect(gang.folder / name, stop, make)
+
+            told[name].append([end.told for end in gang.start(act)])
+    gang.world_size = few
+    gang.start(lambda rank: collect(gang.folder / "forgotten", 2, epoch=5))
+    gang.world_size = few + 1
+    ends = gang.start(lambda rank: collect(gang.folder / "forgotten", 0, epoch=6))
+    told["forgotten"] = [end.told for end in ends]
+    return told
+
+
+# -- strategies ----------------------------------------------------------------------------------
+
+
+def train_ddp(gang: Gang) -> dict[str, Any]:
+    """Let the strategy wrap the model, on several processes, and go on in one without a group."""
+    run = gang.folder / "run"
+
+    def act(rank: int, stop: int, number: int, epochs: int = 1) -> dict[str, Any]:
+        seed(number + rank)
+        torch.manual_seed(number)
+        model, average = nn.Linear(4, 1), nn.Linear(4, 1)
+        optimizer, loop = torch.optim.AdamW(model.parameters(), lr=1e-2), Loop()
+        points = ddp_run.Points()
+        sampler = data.DistributedSampler(points) if dist.is_initialized() else None
+        loader = data.DataLoader(points, batch_size=4, sampler=sampler)
+        with contextlib.suppress(StoppedError), hookbus.HookBus() as bus:
+            bus.register(Stop(), "stop")
+            bus.register(builtin_plugins.DDP(), "strategy")
+            bus.attach(model=model, average=average, optimizer=optimizer, data=loader, loop=loop)
+            resume = bus.resume(run)
+            weights = ddp_run.shorten([to_bits(each) for each in model.parameters()])
+            wrapped = resume.components["model"]
+            assert isinstance(wrapped, nn.Module)
+            for epoch in loop.epochs(epochs):
+                if sampler is not None:
+                    sampler.set_epoch(epoch)
+                for x in loop.batches(loader):
+                    optimizer.zero_grad()
+                    wrapped(x).pow(2).mean().backward()
+                    optimizer.step()
+                    if loop.batch == stop:
+                        bus.save()
+        return {
+            "wrapped": [type(resume.components[each]).__name__ for each in ("model", "average")],
+            "events": list(resume.sequence.fired),
+            "first": weights,
+            "last": ddp_run.shorten([to_bits(each) for each in model.parameters()]),
+        }
+
+    def act_alone(rank: int) -> dict[str, Any]:
+        dist.destroy_process_group()
+        return act(rank, 0, 7, epochs=0)
+
+    told: dict[str, Any] = {}
+    told["whole"] = [end.told for end in gang.start(lambda rank: act(rank, 99, 0))]
+    shutil.rmtree(run)
+    told["begun"] = [end.told for end in gang.start(lambda rank: act(rank, 2, 0))]
+    saved = hookbus.checkpoints(run)[-1]
+    told["names"] = list(saved.tensors("model"))
+    shutil.copytree(run, gang.folder / "kept")
+    told["again"] = [end.told for end in gang.start(lambda rank: act(rank, 99, 5))]
+    gang.world_size = 1
+    shutil.rmtree(run)
+    shutil.copytree(gang.folder / "kept", run)
+    told["alone"] = [end.told for end in gang.start(act_alone)]
+    return told
+
+
+def tell_of_sums(gang: Gang) -> list[Any]:
+    """Resume with a DistributedDataParallel that the script wrapped without its option."""
+
+    def act(rank: int) -> list[str]:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+        with hookbus.HookBus() as bus:
+            bus.attach(model=model)
+            return bus.resume(gang.folder / "run").report.notes
+
+    return [end.told for end in gang.start(act)]

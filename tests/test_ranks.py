@@ -1,17 +1,301 @@
-"""Several processes are one run."""
+"""Several processes are one run: they go on bit for bit, and nobody is left waiting."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from crew import start
+from gang import LIMIT, Server
+
+from hookbus.sequence import RESUME_EVENTS
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize(
+    "world_size",
+    [
+        pytest.param(1, marks=pytest.mark.sweep),
+        2,
+        pytest.param(4, marks=pytest.mark.sweep),
+    ],
+)
 def test_a_run_of_several_processes_goes_on_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+    """Source: huggingface/accelerate#3952, NVIDIA/Megatron-LM#6858"""
     crew = start("ddp_run.py", world_size, "check_exact", tmp_path)
     assert crew.status == 0, crew.text
     for told in crew.told:
         plain = told.pop("plain")
         assert told == dict.fromkeys(told, plain)
+
+
+# -- one dies ------------------------------------------------------------------------------------
+
+RARELY = [81, pytest.param(3, marks=pytest.mark.sweep)]
+
+
+@pytest.mark.parametrize("wait", [True, False], ids=["at once", "behind training"])
+@pytest.mark.parametrize("every", RARELY)
+def test_where_one_is_killed_in_a_save_the_others_end_and_the_next_start_goes_on(
+    gang: Server, folder: Path, every: int, wait: bool
+) -> None:
+    told = gang.ask("kill_in_saves", folder, 2, every=every, wait=wait)
+    assert told["kills"] >= 4
+    assert told["slowest"] < LIMIT
+    # Before the commit the one before is the newest, after it the new one.
+    assert set(told["from"]) == {"step-00000004", "step-00000008"}
+
+
+@pytest.mark.parametrize(
+    ("victims", "events"),
+    [
+        ([1], ["resume_start", "restore_model", "restore_training_state"]),
+        pytest.param([0, 1], RESUME_EVENTS, marks=pytest.mark.sweep),
+    ],
+    ids=["some", "every event"],
+)
+def test_where_one_is_killed_in_a_restore_event_the_others_end(
+    gang: Server, folder: Path, victims: list[int], events: list[str]
+) -> None:
+    told = gang.ask("kill_in_events", folder, 2, victims=victims, events=list(events))
+    assert told["kills"] == len(events) * len(victims)
+    assert told["slowest"] < LIMIT
+
+
+# -- one breaks ----------------------------------------------------------------------------------
+
+
+def test_what_one_breaks_with_in_a_restore_event_is_raised_on_all(
+    gang: Server, folder: Path
+) -> None:
+    told = gang.ask("break_in_events", folder, 2)
+    assert list(told) == list(RESUME_EVENTS)
+    for event, (victim, ends) in told.items():
+        mine, other = ends[victim], ends[1 - victim]
+        assert mine["error"] == "KeyError"
+        assert other["error"] == "RankError"
+        assert other["text"] == f"rank {victim} broke in {event}: KeyError: 'shadow'"
+        assert "in complain" in other["notes"], "the traceback of the one that broke"
+        assert f"'plugin0' broke in {event}" in other["notes"]
+        assert max(mine["seconds"], other["seconds"]) < 5
+
+
+def test_one_that_waits_in_a_collective_of_its_own_hears_of_it(gang: Server, folder: Path) -> None:
+    waiting, broken = gang.ask("break_beside_a_collective", folder, 2)
+    assert broken["error"] == "KeyError"
+    assert "rank 1 is gone: it broke in configure_sharded: KeyError" in waiting["notes"]
+    assert "in complain" in waiting["notes"]
+    assert max(waiting["seconds"], broken["seconds"]) < LIMIT
+
+
+def test_one_that_leaves_the_script_is_told_of_at_the_next_safe_point(
+    gang: Server, folder: Path
+) -> None:
+    other, broken = gang.ask("leave_one_behind", folder, 2)
+    assert broken["error"] == "KeyError"
+    assert other["error"] == "RankError"
+    assert "rank 1 is gone: it broke in the script: KeyError: 'shadow'" in other["text"]
+    assert other["seconds"] < 5
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [(True, 1), (False, 0)],
+        pytest.param([(True, 0), (False, 1)], marks=pytest.mark.sweep),
+    ],
+    ids=["some", "others"],
+)
+def test_where_one_breaks_in_a_save_no_checkpoint_is_made_and_all_raise(
+    gang: Server, folder: Path, cases: list[tuple[bool, int]]
+) -> None:
+    """Source: mosaicml/composer#2146"""
+    for case, told in gang.ask("break_in_saves", folder, 2, cases=cases).items():
+        victim = int(case[-1])
+        for rank, end in enumerate(told["ends"]):
+            text = end["text"]
+            assert "No space left on device" in text, case
+            if case.startswith("True"):
+                assert (f"rank {victim} broke" in text) == (rank != victim), case
+                assert "WriteError" in end["kinds"], "of the kind of the first cause"
+            else:
+                assert end["error"] == "SaveError", case
+            assert end["seconds"] < LIMIT
+        assert told["starts"] == [0, 4], case
+        assert told["again"] == [0, 0], case
+        assert told["left"] == [], case
+
+
+# -- they differ ---------------------------------------------------------------------------------
+
+
+def test_what_the_processes_disagree_on_is_one_error_on_all_before_anything_is_read(
+    gang: Server, folder: Path
+) -> None:
+    """Source: TensorAuto/OpenTau#396"""
+    told = gang.ask("disagree", folder, 2)
+    words = {
+        "directory": ("run directory", "/run", "/elsewhere"),
+        "argument": ("step=", "null on rank 0", "8 on rank 1"),
+        "order": ("the order of save_state", "on rank 0", "on rank 1"),
+        "plugins": ("plugins", "plugin0", "on rank 1"),
+    }
+    for case, (what, first, second) in words.items():
+        texts = {end["text"] for end in told[case]}
+        assert len(texts) == 1, (case, texts)
+        (text,) = texts
+        assert all(end["error"] == "RankError" for end in told[case])
+        assert text.startswith("resume(): the ranks differ: ")
+        assert what in text, text
+        assert first in text, text
+        assert second in text, text
+    assert told["starts"] == [0]
+
+
+def test_replicas_that_differ_are_not_saved(gang: Server, folder: Path) -> None:
+    told = gang.ask("diverge", folder, 2)
+    for end in told["ends"]:
+        assert end["error"] == "SaveError"
+        assert end["text"].startswith(
+            "section model: 0.weight of rank 1 differ from those of rank 0"
+        )
+    assert told["checkpoints"] == [4]
+    assert told["left"] == []
+
+
+def test_processes_at_different_places_are_told_so(gang: Server, folder: Path) -> None:
+    for end in gang.ask("go_apart", folder, 2):
+        assert end["error"] == "RankError"
+        assert end["text"].startswith("the ranks are at different places: ")
+        assert "something else on rank 1" in end["text"]
+        assert end["seconds"] < 5
+
+
+# -- what one asks for, all do -------------------------------------------------------------------
+
+
+def test_a_signal_to_one_saves_on_all_and_ends_all(gang: Server, folder: Path) -> None:
+    """Source: Lightning-AI/pytorch-lightning#21406"""
+    told = gang.ask("signal_one", folder, 2)
+    assert told["status"] == [143, 143]
+    assert told["step"] == 5
+    assert told["why"] == "SIGTERM"
+    assert told["exact"]
+    assert told["seconds"] < 5
+
+
+def test_a_save_that_one_asks_for_is_made_by_all_and_clocks_are_those_of_the_first(
+    gang: Server, folder: Path
+) -> None:
+    told = gang.ask("ask_on_one", folder, 2)
+    assert told == [[[2, "rank 1 alone", {}], [4, "all", {"loss": 0.0}]]] * 2
+
+
+@pytest.mark.parametrize(
+    ("world_size", "saves"), [(2, 6), pytest.param(4, 20, marks=pytest.mark.sweep)]
+)
+def test_processes_that_come_late_commit_one_checkpoint(
+    gang: Server, folder: Path, world_size: int, saves: int
+) -> None:
+    """Source: huggingface/transformers#28015"""
+    told = gang.ask("save_at_odd_moments", folder, world_size, saves=saves)
+    assert told["steps"] == [list(range(saves))] * world_size
+    assert told["own"] == [{"rank": rank} for rank in range(world_size)]
+
+
+# -- what is damaged -----------------------------------------------------------------------------
+
+
+def test_the_newest_checkpoint_is_the_newest_that_is_good_for_all(
+    gang: Server, folder: Path
+) -> None:
+    """Source: mosaicml/composer#2146, NVIDIA-NeMo/Automodel#3254"""
+    told = gang.ask("damage", folder, 2)
+    for end in told["strict"]:
+        assert "CorruptCheckpointError" in end["kinds"]
+        assert "rng/rank00001.safetensors" in end["text"]
+    assert told["starts"] == [0, 4]
+    assert told["moved"] == ["damaged-step-00000008"]
+    assert told["exact"]
+    assert told["left"] == []
+
+
+# -- another number of processes -----------------------------------------------------------------
+
+
+def list_seen(start: list[Any]) -> list[int]:
+    return [sample for told in start for sample in told["seen"]]
+
+
+@pytest.mark.parametrize("numbers", [[1, 2], pytest.param([1, 2, 3, 4], marks=pytest.mark.sweep)])
+def test_what_is_left_of_an_epoch_is_dealt_out_to_another_number(
+    gang: Server, folder: Path, numbers: list[int]
+) -> None:
+    """Source: pytorch/torchtitan#409, huggingface/transformers#14994"""
+    told = gang.ask("change_number", folder, 1, numbers=numbers)
+    assert len(told) == len(numbers) ** 2
+    for case, (begun, once, twice, last) in told.items():
+        first, second = (int(number) for number in case.split(" to "))
+        assert once == twice, "a new process draws the same numbers in each resume"
+        everything = list_seen(begun) + list_seen(once) + list_seen(last)
+        assert set(everything) == set(range(48)), case
+        left = 48 - 8 * first - 4 * second  # samples for the last start, which share alike
+        assert len(everything) - 48 == -left % first, case
+        assert len({each["weights"] for each in once}) == 1
+        assert len({each["moments"] for each in once}) == 1
+        notes = [note for each in once for note in each["notes"]]
+        if first == second:
+            assert notes == []
+            continue
+        assert f"world size: saved {first}, run has {second}" in notes[-1]
+        draws = [each["draws"] for each in once]
+        assert len({str(each) for each in draws}) == second, "streams of their own"
+        for rank in range(first, second):
+            assert f"rng: rank {rank} is new, and its streams are seeded" in notes
+
+
+def test_a_loader_that_deals_out_nothing_goes_on_where_it_was_or_says_why_not(
+    gang: Server, folder: Path
+) -> None:
+    told = gang.ask("change_loaders", folder, 1)
+    (begun,), (old, new) = told["plain"]
+    assert begun["seen"] == list(range(8))
+    assert old["seen"] == new["seen"] == list(range(8, 48))
+    (begun,), (old, new) = told["shuffled"]
+    assert sorted(begun["seen"] + old["seen"]) == list(range(48))
+    assert len(new["seen"]) == 40
+    assert new["seen"] != old["seen"], "in an order of its own"
+    for end in told["stream"][1]:
+        assert "SamplerError" in end["kinds"]
+        assert "go on with 1 until the epoch is over" in end["text"]
+    assert "SamplerError" in told["forgotten"][0]["kinds"]
+    assert "set_epoch was not called" in told["forgotten"][0]["text"]
+
+
+# -- strategies ----------------------------------------------------------------------------------
+
+
+def test_ddp_wraps_what_is_trained_and_goes_on_in_one_process_too(
+    gang: Server, folder: Path
+) -> None:
+    """Source: Lightning-AI/pytorch-lightning#18358"""
+    told = gang.ask("train_ddp", folder, 2)
+    for start_ in ("whole", "begun", "again"):
+        for end in told[start_]:
+            assert end["wrapped"] == ["DistributedDataParallel", "Linear"]
+    assert told["names"] == ["weight", "bias"]
+    for whole, begun, again in zip(told["whole"], told["begun"], told["again"], strict=True):
+        assert begun["last"] == again["first"]
+        assert again["last"] == whole["last"]
+        restored = again["events"].index("restore_model")
+        assert restored < again["events"].index("configure_sharded")
+    (alone,) = told["alone"]
+    assert alone["wrapped"] == ["Linear", "Linear"]
+    assert alone["first"] == told["begun"][0]["last"]
+
+
+def test_three_processes_are_told_that_ddp_sums_in_another_order(
+    gang: Server, folder: Path
+) -> None:
+    for notes in gang.ask("tell_of_sums", folder, 3):
+        assert any("find_unused_parameters=True" in note for note in notes)

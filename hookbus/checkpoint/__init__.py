@@ -38,6 +38,7 @@ from hookbus.checkpoint.run_directory import (
 from hookbus.checkpoint.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
+    from hookbus.checkpoint.in_memory import InMemory
     from hookbus.checkpoint.joint import write_checkpoint_together
     from hookbus.checkpoint.staging import Staging
     from hookbus.checkpoint.tensors import take_bytes
@@ -49,9 +50,10 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Not by a module's name, as the package does: in this room no text becomes an import.
-        from hookbus.checkpoint import joint, staging, tensors, tree, writer
+        from hookbus.checkpoint import in_memory, joint, staging, tensors, tree, writer
 
-        found = vars(joint) | vars(staging) | vars(tensors) | vars(tree) | vars(writer)
+        found = vars(in_memory) | vars(joint) | vars(staging) | vars(tensors) | vars(tree)
+        found |= vars(writer)
         globals().update({each: found[each] for each in __all__ if each in found})
         return globals()[name]
 
@@ -64,6 +66,7 @@ __all__ = [
     "Checkpoint",
     "Damage",
     "Flat",
+    "InMemory",
     "Metadata",
     "Part",
     "RunLock",

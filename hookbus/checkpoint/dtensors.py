@@ -45,3 +45,13 @@ def find_cut(value: DTensor) -> Cut:
         return Cut(tuple(value.shape), tuple(value.shape))
     chunks: list[Any] = value.__create_chunk_list__()  # as DCP asks it
     return Cut(tuple(value.shape), tuple(chunks[0].offsets))
+
+
+def copy_shard(whole: torch.Tensor, live: DTensor) -> None:
+    """Copy what this rank holds of a whole tensor into a sharded one."""
+    local, offsets = take_local(live), find_cut(live).offsets
+    if local.numel():
+        box = tuple(
+            slice(start, start + size) for start, size in zip(offsets, local.shape, strict=True)
+        )
+        local.copy_(whole[box])

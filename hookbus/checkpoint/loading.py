@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import numpy
 import torch
 
-from hookbus.checkpoint.dtensors import is_dtensor
+from hookbus.checkpoint.dtensors import copy_shard, is_dtensor
 from hookbus.checkpoint.manifest import PartInfo
 from hookbus.checkpoint.nodes import describe_leaf, list_names, rebuild
 from hookbus.checkpoint.placing import Stored, match, place
@@ -22,6 +22,13 @@ from hookbus.checkpoint.tree import unflatten
 from hookbus.errors import MismatchError
 
 
+class Bytes(Protocol):
+    """What gives the bytes of tensors, such as an open file of them."""
+
+    def read(self, info: TensorInfo, pieces: Iterator[memoryview]) -> None:
+        """Fill ``pieces``, which together are as long as the tensor, with its bytes."""
+
+
 @attrs.frozen(eq=False)
 class Source:
     """Where the tensors of a part come from: an open file, or a folder with one of each rank.
@@ -30,7 +37,7 @@ class Source:
     """
 
     part: PartInfo
-    file: TensorFile | None
+    file: Bytes | None
     folder: Path
     trusted: bool
 
@@ -41,10 +48,15 @@ class Source:
             return
         assert self.file is not None
         for name, live in targets.items():
-            if is_dtensor(live):
-                fill_from_file(self.file, self.part.tensors[name], live, self.trusted)
+            info = self.part.tensors[name]
+            if not is_dtensor(live):
+                _fill_plain(self.file, info, live)
+            elif isinstance(self.file, TensorFile):
+                fill_from_file(self.file, info, live, self.trusted)
             else:
-                _fill_plain(self.file, self.part.tensors[name], live)
+                whole = allocate(info)
+                _fill_plain(self.file, info, whole)
+                copy_shard(whole, live)
 
     def load(
         self, names: Iterable[str], targets: Mapping[str, torch.Tensor] | None = None
@@ -108,7 +120,7 @@ def _load_leaf(source: Source, stored: Stored) -> Any:
     return unflatten({stored.tag: stored.payload}, tensors)
 
 
-def _fill_plain(file: TensorFile, info: TensorInfo, live: torch.Tensor) -> None:
+def _fill_plain(file: Bytes, info: TensorInfo, live: torch.Tensor) -> None:
     """Read into a dense tensor of the same shape and dtype, wherever it is."""
     direct = live.device.type == "cpu" and live.is_contiguous()
     if direct and not live.is_conj() and not live.is_neg():
