@@ -1,6 +1,6 @@
 """Trains a small network that is sharded over several processes, and tells every bit of it.
 
-Started by torchrun, with what to do and its arguments as JSON.
+Started by torchrun, with a list of things to do and their arguments as JSON.
 """
 
 from __future__ import annotations
@@ -182,25 +182,17 @@ class Events:
         self.fired.append("configure_sharded")
 
 
-def run_all(folder: str, hows: list[str], steps: int, seed: int) -> dict[str, Any]:
-    """Go on with copies of a run in several ways, in one start of the processes."""
-    return {how: run(f"{folder}-{how}", how, steps, seed=seed, save="never") for how in hows}
-
-
-def run_exactly(folder: str, hows: list[str]) -> dict[str, Any]:
+def run_exactly(folder: str, how: str) -> dict[str, Any]:
     """Train at once and in two parts, and tell whether the bits are those of one run."""
-    told = {}
-    for how in hows:
-        whole = run(f"{folder}-{how}-whole", how, 6, save="never")
-        behind = run(f"{folder}-{how}", how, 3, save="behind training")
-        rest = run(f"{folder}-{how}", how, 3, seed=9)
-        told[how] = {
-            "begins alike": whole["before"] == behind["before"],
-            "comes back": rest["before"] == behind["after"] and rest["step"] == 3,
-            "ends alike": rest["after"] == whole["after"] != behind["after"],
-            "events": rest["events"],
-        }
-    return told
+    whole = run(f"{folder}-whole", how, 6, save="never")
+    behind = run(folder, how, 3, save="behind training")
+    rest = run(folder, how, 3, seed=9)
+    return {
+        "begins alike": whole["before"] == behind["before"],
+        "comes back": rest["before"] == behind["after"] and rest["step"] == 3,
+        "ends alike": rest["after"] == whole["after"] != behind["after"],
+        "events": rest["events"],
+    }
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -287,8 +279,11 @@ def build_stack(matrices: int, mebibytes: int) -> Stack:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    given = json.loads(sys.argv[2])
-    function: Callable[..., Any] = globals()[sys.argv[1]]
-    tell(function(**given))
+    functions: dict[str, Callable[..., Any]] = {
+        "run": run,
+        "exactly": run_exactly,
+        "measure": measure,
+    }
+    tell([functions[name](**given) for name, given in json.loads(sys.argv[1])])
     gc.collect()  # what is sharded must be gone before its processes part
     dist.destroy_process_group()

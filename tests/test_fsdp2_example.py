@@ -53,4 +53,5 @@ def test_a_killed_run_ends_as_one_that_never_stopped_built_whole_or_on_meta(
     assert finish(world_size, tmp_path / "run", f"--steps={steps}", "--meta") == whole
     # It goes on with other numbers of processes, there and back.
     assert finish(1, tmp_path / "run", f"--steps={steps + 2}") != whole
-    assert finish(3, tmp_path / "run", f"--steps={steps + 4}", "--meta") != whole
+    if world_size > 2:
+        assert finish(3, tmp_path / "run", f"--steps={steps + 4}", "--meta") != whole

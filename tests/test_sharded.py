@@ -1,4 +1,7 @@
-"""Sharded training in real processes: back on any number of ranks and any mesh, bit for bit."""
+"""Sharded training in real processes: back on any number of ranks and any mesh, bit for bit.
+
+Each start of the processes takes seconds, so one start does many things.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from crew import start
 
 import hookbus
 
-IN_FRONT = ["restore_model", "configure_sharded"]
-BEHIND = IN_FRONT[::-1]
 WAYS = ("fsdp", "tp", "2d", "ddp", "first", "behind", "meta")
+Job = tuple[str, dict[str, Any]]
 
 
-def call(world_size: int, function: str, **arguments: Any) -> list[dict[str, Any]]:
-    crew = start("sharded_run.py", world_size, function, json.dumps(arguments), timeout=280)
+def call(world_size: int, *jobs: Job) -> list[list[dict[str, Any]]]:
+    """Do things in some processes; return what each of them tells of each."""
+    crew = start("sharded_run.py", world_size, json.dumps(jobs), timeout=280)
     assert None not in crew.told, crew.text
     return crew.told
 
@@ -29,76 +32,96 @@ def list_ways(world_size: int) -> list[str]:
     return [how for how in WAYS if how != "2d" or world_size % 2 == 0]
 
 
-def check_back(saved: dict[str, Any], source: Path, world_size: int, hows: list[str]) -> None:
-    """Hold that what was saved is there on each rank, sharded in any way."""
-    copies = source.with_name(f"{source.name}-to-{world_size}")
-    for how in hows:
-        shutil.copytree(source, f"{copies}-{how}")
-    for told in call(world_size, "run_all", folder=str(copies), hows=hows, steps=1, seed=5):
-        for how in hows:
-            assert told[how]["before"] == saved["after"], (how, world_size)
-            assert told[how]["step"] == saved["step"] + 3
-            assert told[how]["events"] == (BEHIND if how in ("behind", "meta") else IN_FRONT)
-            assert told[how]["after"] != saved["after"]
+def list_events(how: str) -> list[str]:
+    events = ["restore_model", "configure_sharded"]
+    return events[::-1] if how in ("behind", "meta") else events
 
 
-@pytest.mark.parametrize(
-    ("how", "before", "after"),
-    [
-        ("behind", 2, (1, 3)),
-        *(
-            pytest.param(how, before, (1, 2, 3, 4), marks=pytest.mark.sweep)
-            for how in WAYS
-            for before in (1, 2, 3, 4)
-            if how in list_ways(before)
-        ),
-    ],
-)
-def test_state_comes_back_on_any_number_of_ranks_sharded_in_any_way(
-    tmp_path: Path, how: str, before: int, after: tuple[int, ...]
-) -> None:
-    """Source: deepspeedai/DeepSpeed#2898"""
-    source = tmp_path / "run"
-    saved = call(before, "run", folder=str(source), how=how, steps=3)
-    assert all(told == saved[0] for told in saved), "what is gathered is the same on all ranks"
-    for world_size in after:
-        check_back(saved[0], source, world_size, list_ways(world_size))
+def go_on(run: Path, how: str, steps: int, **options: Any) -> Job:
+    return "run", {"folder": str(run), "how": how, "steps": steps, **options}
 
 
-@pytest.mark.parametrize(
-    ("hows", "world_size"),
-    [
-        (["first", "behind", "meta", "tp"], 2),
-        pytest.param(["2d", "fsdp", "ddp"], 4, marks=pytest.mark.sweep),
-        pytest.param([*WAYS], 2, marks=pytest.mark.sweep),
-    ],
-)
-def test_training_goes_on_bit_for_bit_and_both_orders_are_one(
-    tmp_path: Path, hows: list[str], world_size: int
-) -> None:
-    """Source: Lightning-AI/pytorch-lightning#20373, Lightning-AI/pytorch-lightning#18358"""
-    folder = str(tmp_path / "run")
-    for told in call(world_size, "run_exactly", folder=folder, hows=hows):
-        for how in hows:
-            events = BEHIND if how in ("behind", "meta") else IN_FRONT
-            assert told[how] == {
+def go_on_in_every_way(run: Path, world_size: int) -> list[Job]:
+    """Go on with copies of a run, and save nothing."""
+    jobs = []
+    for how in list_ways(world_size):
+        copy = run.with_name(f"{run.name}-{how}-{world_size}")
+        shutil.copytree(run, copy)
+        jobs.append(go_on(copy, how, 1, seed=5, save="never"))
+    return jobs
+
+
+def check_back(told: list[list[dict[str, Any]]], jobs: list[Job], saved: dict[str, Any]) -> None:
+    """Hold that each rank finds what was saved, sharded in any way."""
+    for rank, each in enumerate(told):
+        for (_, job), found in zip(jobs, each, strict=True):
+            assert found["before"] == saved["after"], (rank, job)
+            assert found["step"] == saved["step"] + 3
+            assert found["events"] == list_events(job["how"])
+            assert found["after"] != saved["after"]
+
+
+def check_exact(told: list[list[dict[str, Any]]], hows: list[str]) -> None:
+    for each in told:
+        for how, found in zip(hows, each, strict=True):
+            assert found == {
                 "begins alike": True,
                 "comes back": True,
                 "ends alike": True,
-                "events": events,
+                "events": list_events(how),
             }, how
 
 
-def test_a_parameter_that_is_frozen_by_now_keeps_its_moments(tmp_path: Path) -> None:
-    still = ["second.bias"]
-    folder = str(tmp_path / "run")
-    saved = call(2, "run", folder=folder, how="behind", steps=2, freeze=still)[0]
-    assert saved["after"]["moments"]["second.bias"]
-    assert not saved["after"]["moments"]["unused.weight"], "it was never stepped"
-    told = call(1, "run", folder=folder, how="plain", steps=1, seed=5, still=still)[0]
-    assert told["before"] == saved["after"]
-    kept = [each["moments"]["second.bias"] for each in (told["before"], told["after"])]
-    assert kept[0] == kept[1]
+def damage(run: Path, folder: Path) -> list[Path]:
+    """Return copies of a run with the newest checkpoint's second shard gone, empty or changed."""
+    newest, copies = hookbus.checkpoints(run)[-1].path, []
+    for what in ("gone", "empty", "changed"):
+        copies.append(folder / what)
+        shutil.copytree(run, copies[-1])
+        shard = copies[-1] / newest.name / "optimizer" / "rank00001.safetensors"
+        data = shard.read_bytes()
+        shard.unlink()
+        if what != "gone":
+            shard.write_bytes(b"" if what == "empty" else data[:-1] + bytes([data[-1] ^ 1]))
+    return copies
+
+
+def test_what_two_ranks_saved_comes_back_on_two_on_one_and_on_three(tmp_path: Path) -> None:
+    """The bits of weights and moments, in every way to shard; those of parameters that are frozen
+    by now, too. A lost or damaged shard is found, and the checkpoint before is taken.
+
+    Source: deepspeedai/DeepSpeed#2898, Lightning-AI/pytorch-lightning#20373,
+    Lightning-AI/pytorch-lightning#18358, pytorch/torchtitan#4011, facebookresearch/metaseq#158
+    """
+    run, frozen, twice = tmp_path / "run", tmp_path / "frozen", tmp_path / "twice"
+    hows, still = ["first", "behind", "meta", "tp"], ["second.bias"]
+    saving = [
+        go_on(run, "behind", 3),
+        go_on(frozen, "behind", 2, freeze=still),
+        go_on(twice, "behind", 1),
+        go_on(twice, "behind", 1),
+    ]
+    exactly = [("exactly", {"folder": str(tmp_path / f"exact-{how}"), "how": how}) for how in hows]
+    told = call(2, *saving, *exactly)
+    assert all(each == told[0] for each in told), "what is gathered is the same on all ranks"
+    check_exact([each[4:] for each in told], hows)
+    saved, stopped, first, _ = told[0][:4]
+    assert not stopped["after"]["moments"]["unused.weight"], "it was never stepped"
+
+    jobs, copies = go_on_in_every_way(run, 1), damage(twice, tmp_path)
+    more = [go_on(frozen, "plain", 1, seed=5, still=still)]
+    more += [go_on(copy, "behind", 0, save="never") for copy in copies]
+    (told_by_one,) = call(1, *jobs, *more)
+    check_back([told_by_one[: len(jobs)]], jobs, saved)
+    thawed, *found = told_by_one[len(jobs) :]
+    assert thawed["before"] == stopped["after"]
+    assert thawed["before"]["moments"]["second.bias"]
+    assert thawed["before"]["moments"]["second.bias"] == thawed["after"]["moments"]["second.bias"]
+    assert [each["before"] == first["after"] for each in found] == [True] * 3
+    assert [hookbus.checkpoints(copy)[-1].step for copy in copies] == [1] * 3
+
+    jobs = go_on_in_every_way(run, 3)
+    check_back(call(3, *jobs), jobs, saved)
 
 
 def test_a_rank_holds_its_own_shards_and_one_tensor_more_and_reads_no_other_bytes(
@@ -106,33 +129,27 @@ def test_a_rank_holds_its_own_shards_and_one_tensor_more_and_reads_no_other_byte
 ) -> None:
     """Source: pytorch/pytorch#149640, huggingface/lerobot#4009"""
     size = {"folder": str(tmp_path / "run"), "matrices": 6, "mebibytes": 24}
-    saved = call(3, "measure", save=True, **size)
+    saved = [told for (told,) in call(3, ("measure", {"save": True, **size}))]
     for told in saved:
         assert told["saving"] < 24
-    for told in call(2, "measure", save=False, **size):
+    for (told,) in call(2, ("measure", {"save": False, **size})):
         assert told["bits"] == saved[0]["bits"]
         assert told["resuming"] < told["own"] + 24 + 16  # what torch needs for itself besides
         assert told["shards"] <= told["read"] < told["shards"] + 1
 
 
-def test_a_lost_or_damaged_shard_is_found_by_all_and_the_one_before_is_taken(
-    tmp_path: Path,
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("how", "before"), [(how, n) for n in (1, 2, 3, 4) for how in WAYS if how in list_ways(n)]
+)
+def test_state_comes_back_on_any_number_of_ranks_sharded_in_any_way(
+    tmp_path: Path, how: str, before: int
 ) -> None:
-    """Source: pytorch/torchtitan#4011, facebookresearch/metaseq#158"""
     run = tmp_path / "run"
-    saved = [call(2, "run", folder=str(run), how="behind", steps=1)[0] for _ in range(2)]
-    newest = hookbus.checkpoints(run)[-1].path
-    for number, damage in enumerate(("lose", "empty", "flip")):
-        copy = tmp_path / damage
-        shutil.copytree(run, copy)
-        shard = copy / newest.name / "optimizer" / "rank00001.safetensors"
-        data = shard.read_bytes()
-        shard.unlink()
-        if damage != "lose":
-            shard.write_bytes(b"" if damage == "empty" else data[:-1] + bytes([data[-1] ^ 1]))
-        world_size = 1 + number % 2
-        how = "plain" if world_size == 1 else "tp"
-        for told in call(world_size, "run", folder=str(copy), how=how, steps=0, save="never"):
-            assert told["step"] == 1
-            assert told["before"] == saved[0]["after"]
-        assert [each.step for each in hookbus.checkpoints(copy)] == [1]
+    exactly = ("exactly", {"folder": str(tmp_path / "exact"), "how": how})
+    told = call(before, go_on(run, how, 3), exactly)
+    assert all(each == told[0] for each in told)
+    check_exact([each[1:] for each in told], [how])
+    for world_size in (1, 2, 3, 4):
+        jobs = go_on_in_every_way(run, world_size)
+        check_back(call(world_size, *jobs), jobs, told[0][0])

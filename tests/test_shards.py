@@ -378,6 +378,19 @@ def test_a_flipped_byte_is_found_as_it_is_read(
         load(open_source(folder, part))
 
 
+def test_a_chunk_that_is_read_by_way_of_a_buffer_is_hashed_too(
+    stored: tuple[Path, PartInfo, dict[str, Any]],
+) -> None:
+    folder, part, _ = stored
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    wide = torch.zeros(9, 2, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    live = {"d": wide[:, 0]}  # the last tensor of each file, into one with gaps
+    with pytest.raises(CorruptCheckpointError, match=r"tensor 'd'.* is damaged"):
+        load_into(open_source(folder, part, trusted=True), live, who="model", partial=True)
+
+
 def test_a_manifest_with_a_hole_or_an_overlap_is_damaged(
     stored: tuple[Path, PartInfo, dict[str, Any]],
 ) -> None:
