@@ -176,6 +176,29 @@ def test_a_run_without_a_loop_names_its_places_itself() -> None:
         assert_exact_resume(count_wrongly)
 
 
+def test_a_checkpoint_more_is_no_difference() -> None:
+    """As a signal may bring it about, in the middle of a step that is saved at its end as well."""
+
+    class SavesMore(Scene):
+        def open_batches(self) -> Iterator[Any]:
+            for x in super().open_batches():
+                yield x
+                if resumed and self.loop.step == 3:
+                    self.bus.save()
+
+        def register(self, bus: hookbus.HookBus) -> None:
+            self.bus = bus
+
+        def train(self, run: Path, record: Recorder) -> Any:
+            nonlocal resumed
+            resumed = run.exists()
+            return super().train(run, record)
+
+    resumed = False
+    report = assert_exact_resume(lambda run, record: SavesMore().train(run, record), cuts=[4])
+    assert report.runs[0].resumed_after == (2,)
+
+
 # -- runs that are not --------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -331,6 +332,12 @@ def test_a_breach_is_caught_and_named(plugin: type[Any], key: str, seen: str) ->
     assert any(text.startswith(seen) for text in broken[key]), broken[key]
     for text in (plugin.kind, f"  {law.text}\n    seen:   ", f"    change: {law.hint}", seen):
         assert text in str(caught.value)
+
+
+def test_the_page_has_a_line_for_each_law() -> None:
+    page = (Path(hookbus.__file__).parents[1] / "docs" / "plugins.md").read_text()
+    table = page.partition("| law | says |")[2].partition("\n\n")[0]
+    assert re.findall("`([a-z ]+)`(?=, `| \\|)", table) == KEYS
 
 
 def test_every_law_has_a_breach() -> None:
