@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact import Build, seed
+from exact import Build, Where, seed
 from scenes import data_scene, training_scene
 from test_exact_data import IN_PROCESS
 from test_exact_workers import LOADERS as WORKERS
@@ -107,22 +107,22 @@ def test_an_exact_run_passes_and_tells_what_was_compared() -> None:
 
 
 def check_scene(build: Build, **options: Any) -> ExactReport:
+    """Record the weights after each body and each epoch, and save after every second of these."""
+
     def run_scene(run: Path, record: Recorder) -> None:
         seed(0)
         parts, loop = build(), Loop()
         with hookbus.HookBus() as bus:
             bus.attach(**parts.attached, loop=loop)
             bus.resume(run)
-            for epoch in loop.epochs(parts.epochs):
-                parts.head(epoch)
-                for x in loop.batches(parts.loader, **parts.options):
-                    parts.body(loop.batch, x)
-                    record(batch=x)
-                    if loop.batch % 2 == 0:
-                        bus.save()
-                parts.tail(epoch)
-                record(epoch=epoch)
-                bus.save()
+
+            def save(where: Where) -> None:
+                weights = parts.attached["model"].state_dict()
+                record(where=list(where), weights=dict(weights))
+                if sum(where[1:]) % 2 == 0 or where[0] == "tail":
+                    bus.save()
+
+            parts.run(loop, save)
 
     return assert_exact_resume(run_scene, **options)
 
