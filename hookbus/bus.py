@@ -190,6 +190,8 @@ class HookBus:
           and random streams are left alone, and the run directory is only read;
         - ``skip``: names or shell patterns of sections not to restore;
         - ``missing_ok``: of plugins that may start fresh where the checkpoint has no section;
+        - ``aliases``: for each name that is new, the one that its section was saved under, such as
+          ``{"encoder": "model"}``; needless, and no harm, once the run is saved under the new one;
         - ``only``: with another stage than ``"fit"``, the only sections to restore;
         - ``init_from``: a checkpoint, or a run (its newest), for a warm start with the sections
           ``init_only``, which default to ``("model",)``; ignored once this run has a checkpoint;
@@ -372,6 +374,7 @@ class HookBus:
             fire=self._fire_by_name,
             may_grow=by_script or bool(request.setup or request.configure_sharded),
             blocked=self.blocked,
+            failed=self.failed,
             damaged=choice.damaged,
             again=again,
         )

@@ -22,6 +22,7 @@
     │   ├── MismatchError             a section and its component do not fit
     │   ├── UnclaimedSectionError     a section that no plugin restores
     │   ├── MissingSectionError       a plugin whose section is not in the checkpoint
+    │   ├── MigrationError            a state of a version that cannot be brought to the plugin's
     │   └── SamplerError              the data order cannot be repeated
     ├── SaveError                     a save was refused or came at the wrong moment
     │   └── UnattachedError           something that trains belongs to nothing on the bus
@@ -116,6 +117,10 @@ class UnclaimedSectionError(ResumeError):
 
 class MissingSectionError(ResumeError):
     """A plugin on the bus whose section is not in the checkpoint."""
+
+
+class MigrationError(ResumeError):
+    """A state of another version than the plugin's, and no step leads there, or one broke."""
 
 
 class SamplerError(ResumeError):

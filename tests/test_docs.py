@@ -110,7 +110,8 @@ def test_each_error_is_explained_once_and_none_that_is_not_there() -> None:
 
 
 def test_each_command_has_a_heading() -> None:
-    commands = {each.name or each.callback.__name__ for each in app.registered_commands}
+    names = (each.name or each.callback.__name__ for each in app.registered_commands)
+    commands = {name.replace("_", "-") for name in names}
     headings = re.findall(r"^## hookbus ([\w-]+)", TEXTS["command-line.md"], re.MULTILINE)
     assert set(headings) == commands
     assert len(headings) == len(commands)
