@@ -142,6 +142,7 @@ def test_all_that_hookbus_restores_is_seen_to_be_exact(name: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("name", [*IN_PROCESS, *WORKERS])
 def test_every_loader_is_seen_to_be_exact(name: str) -> None:
     check_scene({**IN_PROCESS, **WORKERS}[name])
