@@ -36,6 +36,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 
 class HookbusError(Exception):
@@ -141,7 +142,7 @@ class LoopError(HookbusError):
 class LawError(HookbusError, AssertionError):
     """A plugin breaks laws; ``report`` has what came of each."""
 
-    def __init__(self, message: str, report: object) -> None:
+    def __init__(self, message: str, report: Any) -> None:
         super().__init__(message)
         self.report = report
 
