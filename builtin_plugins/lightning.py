@@ -132,8 +132,10 @@ class LightningBridge(_Callback):  # type: ignore[misc]
         self.resumed = bus.resume(self._run, **self._options)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the Trainer from validating again before the first batch after a resume."""
+        """Let the Trainer go through the rest of the epoch as through any other."""
         if self._state is not None and self.resumed is not None and not self.resumed.fresh:
+            # It would leave out the schedulers at the epoch's end, since it has no metrics saved.
+            trainer.fit_loop._restarting = False
             self._feed.hold_validation(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:

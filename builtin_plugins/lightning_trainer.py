@@ -58,10 +58,6 @@ class TrainerState:
         trainer = self._trainer
         loops = trainer.fit_loop.state_dict()
         loops["state_dict"] = {}
-        if self._ended and not self.is_complete:
-            # The Trainer counts an epoch as done that it left in the middle.
-            for count in loops["epoch_progress"].values():
-                count["processed"] = count["completed"] = count["processed"] - 1
         connector = trainer._logger_connector
         save.write(
             {
@@ -85,9 +81,12 @@ class TrainerState:
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
         trainer, saved, metrics = self._trainer, resume.read(), resume.read("metrics")
-        fit_loop = trainer.fit_loop
-        self._compare(resume, saved)
-        fit_loop.load_state_dict(saved["loops"])
+        fit_loop, loops = trainer.fit_loop, saved["loops"]
+        if self._goes_on_from_end(resume, saved) and not saved["complete"]:
+            # The Trainer counts an epoch as done that it left in the middle.
+            for count in loops["epoch_progress"].values():
+                count["processed"] = count["completed"] = count["processed"] - 1
+        fit_loop.load_state_dict(loops)
         trainer.num_sanity_val_steps = 0  # it would go on from what was restored
         if saved["ended"] and saved["complete"]:
             # Nothing is restarted: with max_steps the Trainer would take up the epoch that is over.
@@ -100,17 +99,18 @@ class TrainerState:
             getattr(connector, name).update(values)
         _restore_results(trainer, metrics["gathered"])
 
-    def _compare(self, resume: hookbus.Resume, saved: Mapping[str, Any]) -> None:
+    def _goes_on_from_end(self, resume: hookbus.Resume, saved: Mapping[str, Any]) -> bool:
+        """Whether a run that was ended goes on, under a larger limit; note what else differs."""
         trainer = self._trainer
         for name, was in saved["settings"].items():
             now = _make_plain(getattr(trainer, name))
             if was != now:
                 resume.change(name, was, now, then="adapt", exact=False)
+        if not saved["ended"]:
+            return False
         larger = [
             name for name in _LIMITS if _is_larger(getattr(trainer, name), saved["limits"][name])
         ]
-        if not saved["ended"]:
-            return
         if not larger:
             trainer.should_stop = saved["stopped"]
         elif not saved["complete"]:
@@ -119,6 +119,7 @@ class TrainerState:
                 f" {larger[0]}; what the hooks did at that end is not undone, so not bit for bit",
                 warn=True,
             )
+        return bool(larger)
 
 
 def _is_larger(now: int | None, was: int | None) -> bool:
