@@ -5,6 +5,7 @@ from builtin_plugins.datamodule import DataModule
 from builtin_plugins.keep import KeepBest, KeepEvery, KeepLast, KeepTagged
 from builtin_plugins.loader import Loader
 from builtin_plugins.loop import Loop
+from builtin_plugins.metrics import Metrics
 from builtin_plugins.model import Model
 from builtin_plugins.optimizer import Optimizer
 from builtin_plugins.precision import Precision
@@ -30,6 +31,7 @@ __all__ = [
     "KeepTagged",
     "Loader",
     "Loop",
+    "Metrics",
     "Model",
     "Optimizer",
     "OverheadTarget",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from typing import Any
 
@@ -14,10 +15,11 @@ import hookbus
 from builtin_plugins.datamodule import DataModule
 from builtin_plugins.lightning_callbacks import TrainerCallbacks, list_stateful
 from builtin_plugins.lightning_data import Feed, TrainSource, list_validation_loaders
-from builtin_plugins.lightning_refusals import list_problems
+from builtin_plugins.lightning_refusals import check_path, list_problems
 from builtin_plugins.lightning_trainer import TrainerState
 from builtin_plugins.loop import Loop
 from builtin_plugins.model import Model
+from builtin_plugins.preemption import Preemption
 from builtin_plugins.save_policy import SavePolicy
 from builtin_plugins.when import EveryEpochs
 from hookbus.errors import BusError, raise_all
@@ -36,6 +38,7 @@ def _find_callback() -> Any:
 
 
 _Callback: Any = _find_callback()
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class BuiltModel(Model):
@@ -86,6 +89,7 @@ class LightningBridge(_Callback):  # type: ignore[misc]
         self._run, self._options = run, options
         self._feed = Feed(self.loop, {"replay": replay, "inexact_ok": inexact_ok})
         self._state: TrainerState | None = None
+        self._handlers: dict[int, Any] = {}
         for plugin in plugins:
             self.bus.register(plugin)
         if not any(isinstance(each.plugin, SavePolicy) for each in self.bus.plugins):
@@ -110,6 +114,7 @@ class LightningBridge(_Callback):  # type: ignore[misc]
         """Attach what the Trainer has built, and resume."""
         if self._state is None:
             return
+        check_path(trainer)
         bus = self.bus
         bus.register(BuiltModel(pl_module), "model")
         if trainer.datamodule is not None:
@@ -130,9 +135,14 @@ class LightningBridge(_Callback):  # type: ignore[misc]
             self.loop.let_begin_anew(loader)
         bus.register(self._state, "trainer")
         self.resumed = bus.resume(self._run, **self._options)
+        if any(isinstance(each.plugin, Preemption) for each in bus.plugins):
+            self._handlers = {number: signal.getsignal(number) for number in _SIGNALS}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Let the Trainer go through the rest of the epoch as through any other."""
+        for number, handler in self._handlers.items():
+            # The Trainer's own handler would end the run before the safe point.
+            signal.signal(number, handler)
         if self._state is not None and self.resumed is not None and not self.resumed.fresh:
             # It would leave out the schedulers at the epoch's end, since it has no metrics saved.
             trainer.fit_loop._restarting = False

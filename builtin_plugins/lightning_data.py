@@ -65,8 +65,8 @@ class Feed:
 
     def let_validate(self) -> None:
         if self._held is not None:
-            trainer, trainer.limit_val_batches = self._held
-            self._held = None
+            trainer, limit = self._held
+            trainer.limit_val_batches, self._held = limit, None
 
     def release(self) -> None:
         """Leave the Trainer as it was."""

@@ -15,17 +15,25 @@ def list_problems(bridge: object, trainer: Any, module: Any) -> list[HookbusErro
     return [CallError(text) for text in _describe_all(bridge, trainer, module)]
 
 
+def check_path(trainer: Any) -> None:
+    """Refuse a checkpoint of Lightning's, which the Trainer tells of after it was loaded.
+
+    Raises:
+        CallError: there is one.
+    """
+    if trainer.ckpt_path is not None:
+        raise CallError(
+            f"ckpt_path={str(trainer.ckpt_path)!r}: the bridge resumes from its own run; leave"
+            " ckpt_path out"
+        )
+
+
 def _describe_all(bridge: object, trainer: Any, module: Any) -> Iterator[str]:
     strategy = type(trainer.strategy).__name__
     if trainer.world_size != 1 or strategy != "SingleDeviceStrategy":
         yield (
             f"{strategy} on {trainer.world_size} devices: the bridge is for one; pass"
             " Trainer(devices=1, strategy='auto')"
-        )
-    if trainer.ckpt_path is not None:
-        yield (
-            f"ckpt_path={str(trainer.ckpt_path)!r}: the bridge resumes from its own run; leave"
-            " ckpt_path out"
         )
     if trainer.overfit_batches > 0:
         yield "overfit_batches changes the training data; leave it out"

@@ -23,8 +23,10 @@ _SETTINGS = (
 _LIMITS = ("max_epochs", "max_steps")
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 _MOMENT = ("_first_loop_iter", "_current_fx")
-_LOGGED = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph")
-_LOGGED += ("add_dataloader_idx", "dataloader_idx", "metric_attribute")
+_LOGGED = (
+    *("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"),
+    *("add_dataloader_idx", "dataloader_idx", "metric_attribute"),
+)
 _GATHERED = ("value", "cumulated_batch_size", "_update_count", "_computed", "_forward_cache")
 
 
@@ -124,7 +126,7 @@ class TrainerState:
 
 def _is_larger(now: int | None, was: int | None) -> bool:
     numbers = [sys.maxsize if each in (None, -1) else each for each in (now, was)]
-    return numbers[0] > numbers[1]  # type: ignore[operator]
+    return numbers[0] > numbers[1]
 
 
 def _make_plain(value: Any) -> Any:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import hookbus
-from builtin_plugins import EveryEpochs, EverySteps, SavePolicy
+from builtin_plugins import EveryEpochs, EverySteps, Preemption, SavePolicy
 from builtin_plugins.lightning import LightningBridge
 
 SAMPLES, BATCH = 22, 4
@@ -106,7 +106,7 @@ class Plateau(Net):
         return DataLoader(Points("index"), BATCH, shuffle=True, **options)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(Points(), 4, shuffle=True, num_workers=1, persistent_workers=True)
+        return DataLoader(Points("index"), 4, shuffle=True, num_workers=1, persistent_workers=True)
 
 
 class Manual(Net):
@@ -183,19 +183,25 @@ class Drawing(L.Callback):
 
 
 class Killer(L.Callback):
-    """Kills the process when so many batches are done, before the last callbacks are called."""
+    """Ends the process when so many batches are done, before the last callbacks are called.
+
+    An odd one at the end of a batch, an even one at the end of an epoch; a negative one by SIGTERM.
+    """
 
     def __init__(self, at: int) -> None:
         self.at = at
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        if trainer.fit_loop.total_batch_idx + 1 == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.at % 2:
+            self._end_process(trainer)
 
-
-class AtEpochEnd(Killer):
     def on_train_epoch_end(self, trainer: L.Trainer, *_: object) -> None:
-        self.on_train_batch_end(trainer)
+        if not self.at % 2:
+            self._end_process(trainer)
+
+    def _end_process(self, trainer: L.Trainer) -> None:
+        if trainer.fit_loop.total_batch_idx + 1 == abs(self.at):
+            os.kill(os.getpid(), signal.SIGKILL if self.at > 0 else signal.SIGTERM)
 
 
 def make_net(inputs: int, outputs: int) -> nn.Module:
@@ -224,15 +230,13 @@ def fit(scene: str, folder: Path, how: str, at: int, out: Path) -> None:
     make_module, make_callbacks, options = SCENES[scene]
     fresh = not [*folder.glob("step-*"), *folder.glob("*.ckpt")]
     L.seed_everything(0 if fresh else at + 100)  # what goes on owes nothing to a seed
-    callbacks = [Killer(at) if at % 2 else AtEpochEnd(at), *make_callbacks()]
-    if os.environ.get("DBG"): options = {**options, **eval(os.environ["DBG"])}
-    if os.environ.get("NOCB"): callbacks = callbacks[:1]
+    callbacks = [Killer(at), *make_callbacks()]
     data = options.get("datamodule")
     options = {k: v for k, v in options.items() if k != "datamodule"}
     path = None
     if how == "bridge":
         policy = SavePolicy(when=EverySteps(2) | EveryEpochs())
-        callbacks.insert(0, LightningBridge(folder, policy))
+        callbacks.insert(0, LightningBridge(folder, policy, Preemption()))
     elif how == "own":
         path = None if fresh else "last"
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=2, save_last=True))
@@ -259,6 +263,8 @@ def run_child(*arguments: Any) -> int:
     if pid == 0:
         try:
             fit(*arguments)
+        except SystemExit as error:
+            os._exit(error.code)
         except BaseException:
             logging.exception("the child broke")
             os._exit(1)
@@ -271,8 +277,8 @@ def train(scene: str, folder: Path, how: str, kills: tuple[int, ...] = ()) -> di
     out = folder / f"{how}-{len(kills)}.txt"
     run = folder / f"{how}-{len(kills)}"
     for at in kills:
-        assert run_child(scene, run, how, at, out) == -signal.SIGKILL, at
-    assert run_child(scene, run, how, -1, out) == 0
+        assert run_child(scene, run, how, at, out) == (-signal.SIGKILL if at > 0 else 143), at
+    assert run_child(scene, run, how, 0, out) == 0
     return json.loads(out.read_text())
 
 
@@ -288,7 +294,7 @@ def main(folder: Path, scene: str, kills: tuple[int, ...]) -> None:
     }
     run = folder / f"bridge-{len(kills)}"
     starts = [each["step"] for each in hookbus.history(run) if each["event"] == "start"]
-    assert run_child(scene, run, "bridge", -1, folder / "again.txt") == 0
+    assert run_child(scene, run, "bridge", 0, folder / "again.txt") == 0
     found["again"] = json.loads((folder / "again.txt").read_text())
     print(json.dumps({**found, "starts": starts}))
 
