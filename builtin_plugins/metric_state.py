@@ -65,15 +65,16 @@ def grow(saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
     for name, each in saved.items():
         if each["length"] and name in metrics:
             tracker = metrics[name]
-            del tracker[each["length"] :]
+            while len(tracker) > each["length"]:
+                tracker._modules.popitem()  # `del tracker[-1]` would rename the first one
             while len(tracker) < each["length"]:
                 tracker.append(copy.deepcopy(tracker._base_metric))
 
 
 def restore(saved: Mapping[str, Any], metrics: Mapping[str, Any]) -> None:
-    """Put everything back; the tensors of ``saved`` are used, not copied."""
+    """Put back what fits; the tensors of ``saved`` are used, not copied."""
     for name, metric in metrics.items():
-        if name not in saved:
+        if name not in saved or any(saved[name][k] != v for k, v in _describe(metric).items()):
             continue
         for key, value in saved[name]["values"].items():
             is_kept = isinstance(value, list) and getattr(metric, "compute_on_cpu", False)
@@ -102,10 +103,9 @@ def _describe(metric: Any) -> dict[str, Any]:
 
 
 def _is_below(name: str, tracker: str) -> bool:
-    """Whether it is one of the metrics that a tracker makes; the first was there before."""
+    """Whether it is one of the metrics that a tracker makes, which it numbers."""
     prefix = f"{tracker}." if tracker else ""
-    first = name.removeprefix(prefix).split(".")[0]
-    return name.startswith(prefix) and first.isdecimal() and first != "0"
+    return name.startswith(prefix) and name.removeprefix(prefix).split(".")[0].isdecimal()
 
 
 def _move(value: Any, metric: Any) -> Any:

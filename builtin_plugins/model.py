@@ -185,6 +185,10 @@ class Model:
             changed = restore_training(module, self._rename_keys(rest["training"]))
             if changed:
                 resume.note(f"modes put back: {list_some(changed)}")
+            if "metrics" in resume.parts:
+                gathered = self._rename_keys(resume.read("metrics"))
+                metric_state.grow(gathered, _find_metrics(module))
+                metric_state.restore(gathered, _find_metrics(module))
 
     def _load_state_dict(
         self, resume: hookbus.Resume, state: dict[str, Any], metadata: Mapping[str, Any]

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning as L
+import lightning.pytorch as pl
 import numpy as np
 import torch
 import torchmetrics
@@ -54,7 +54,7 @@ class Points(Dataset):
         return i + torch.randn(4) + random.random() + noise
 
 
-class Net(L.LightningModule):
+class Net(pl.LightningModule):
     """Batch norm and dropout, AdamW and a scheduler that steps with each batch."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Manual(Net):
     validation_step = None
 
 
-class Module(L.LightningDataModule):
+class Module(pl.LightningDataModule):
     """Counts how often it was asked, and has a state."""
 
     shown = 0
@@ -160,7 +160,7 @@ class Module(L.LightningDataModule):
         self.shown = state["shown"]
 
 
-class Drawing(L.Callback):
+class Drawing(pl.Callback):
     """Draws in hooks, and keeps a word in Lightning's checkpoint alone."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Drawing(L.Callback):
 
     on_train_epoch_end = on_train_batch_end
 
-    def on_train_epoch_start(self, trainer: L.Trainer, *_: object) -> None:
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.current_epoch:  # before the first, the Trainer has made the iterator already
             self.drawn += torch.rand(())
 
@@ -182,7 +182,7 @@ class Drawing(L.Callback):
         self.drawn = checkpoint["drawn"].clone()
 
 
-class Killer(L.Callback):
+class Killer(pl.Callback):
     """Ends the process when so many batches are done, before the last callbacks are called.
 
     An odd one at the end of a batch, an even one at the end of an epoch; a negative one by SIGTERM.
@@ -191,15 +191,15 @@ class Killer(L.Callback):
     def __init__(self, at: int) -> None:
         self.at = at
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if self.at % 2:
             self._end_process(trainer)
 
-    def on_train_epoch_end(self, trainer: L.Trainer, *_: object) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if not self.at % 2:
             self._end_process(trainer)
 
-    def _end_process(self, trainer: L.Trainer) -> None:
+    def _end_process(self, trainer: pl.Trainer) -> None:
         if trainer.fit_loop.total_batch_idx + 1 == abs(self.at):
             os.kill(os.getpid(), signal.SIGKILL if self.at > 0 else signal.SIGTERM)
 
@@ -229,7 +229,7 @@ def fit(scene: str, folder: Path, how: str, at: int, out: Path) -> None:
     """Train one scene, and write down every bit that is left."""
     make_module, make_callbacks, options = SCENES[scene]
     fresh = not [*folder.glob("step-*"), *folder.glob("*.ckpt")]
-    L.seed_everything(0 if fresh else at + 100)  # what goes on owes nothing to a seed
+    pl.seed_everything(0 if fresh else at + 100)  # what goes on owes nothing to a seed
     callbacks = [Killer(at), *make_callbacks()]
     data = options.get("datamodule")
     options = {k: v for k, v in options.items() if k != "datamodule"}
@@ -241,7 +241,7 @@ def fit(scene: str, folder: Path, how: str, at: int, out: Path) -> None:
         path = None if fresh else "last"
         callbacks.append(ModelCheckpoint(folder, every_n_train_steps=2, save_last=True))
     own = {"enable_checkpointing": how == "own"}
-    trainer = L.Trainer(**{**CPU, **QUIET, **own, **options}, callbacks=callbacks)
+    trainer = pl.Trainer(**{**CPU, **QUIET, **own, **options}, callbacks=callbacks)
     module, datamodule = make_module(), data() if data else None
     trainer.fit(module, datamodule=datamodule, ckpt_path=path)
     left = {

@@ -19,19 +19,19 @@ pytest.importorskip(
     "lightning", reason="lightning is not installed: pip install hookbus[lightning]"
 )
 
-import lightning as L  # noqa: E402
-from lightning.pytorch.callbacks import (  # noqa: E402
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
     LearningRateFinder,
     StochasticWeightAveraging,
 )
-from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset
 
-import hookbus  # noqa: E402
-from builtin_plugins import EverySteps, SavePolicy  # noqa: E402
-from builtin_plugins.lightning import LightningBridge  # noqa: E402
-from hookbus.errors import BusError, CallError, ManyErrors  # noqa: E402
+import hookbus
+from builtin_plugins import EverySteps, SavePolicy
+from builtin_plugins.lightning import LightningBridge
+from hookbus.errors import BusError, CallError, ManyErrors
 
 SCRIPT = Path(__file__).parent / "lightning_run.py"
 PLACES = range(1, 19)
@@ -86,7 +86,7 @@ def test_a_trainer_that_is_killed_goes_on_bit_for_bit(
 # -- in one process ------------------------------------------------------------------------------
 
 
-class Line(L.LightningModule):
+class Line(pl.LightningModule):
     """The smallest thing to train, whose loss rises if it is told so."""
 
     def __init__(self, rises: bool = False) -> None:
@@ -107,15 +107,15 @@ def make_loader() -> DataLoader:
     return DataLoader(torch.arange(16.0).view(8, 2), batch_size=2, shuffle=True)
 
 
-def make_trainer(*callbacks: L.Callback, **options: Any) -> L.Trainer:
+def make_trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     own = {"accelerator": "cpu", "enable_checkpointing": False, "max_epochs": 2}
-    return L.Trainer(callbacks=list(callbacks), **{**quiet, **own, **options})
+    return pl.Trainer(callbacks=list(callbacks), **{**quiet, **own, **options})
 
 
-def fit(run: Path | None, *callbacks: L.Callback, seed: int = 0, **options: Any) -> Line:
+def fit(run: Path | None, *callbacks: pl.Callback, seed: int = 0, **options: Any) -> Line:
     """Train, on a bridge or without, and return the module with its trainer."""
-    L.seed_everything(seed)
+    pl.seed_everything(seed)
     module = Line(rises=bool(callbacks))
     bridge = [LightningBridge(run, SavePolicy(when=EverySteps(1), wait=True))] if run else []
     trainer = make_trainer(*bridge, *callbacks, **options)
@@ -152,8 +152,8 @@ def test_a_run_that_was_stopped_early_stays_so_under_the_same_limit(tmp_path: Pa
 
 
 def test_the_bus_of_the_bridge_saves_from_any_hook(tmp_path: Path) -> None:
-    class Asking(L.Callback):
-        def on_train_batch_start(self, trainer: L.Trainer, *_: object) -> None:
+    class Asking(pl.Callback):
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
             if trainer.global_step == 4:
                 bridge.bus.save(tag="asked")
 
@@ -177,8 +177,8 @@ def test_the_weights_are_those_of_any_other_script(tmp_path: Path) -> None:
 def test_an_error_ends_the_run_without_a_save_and_leaves_the_trainer_as_it_was(
     tmp_path: Path,
 ) -> None:
-    class Breaking(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+    class Breaking(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
             if trainer.global_step == 3:
                 raise RuntimeError("broken")
 
