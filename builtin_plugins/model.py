@@ -249,7 +249,8 @@ def plugin_for(name: str, component: object) -> Model | None:
     if not isinstance(component, nn.Module):
         return None
     grows = any(hasattr(find_innermost(component), each) for each in ("setup", "configure_model"))
-    if not grows and next(list_tensors(component), None) is None and not component.state_dict():
+    is_empty = next(list_tensors(component), None) is None and not component.state_dict()
+    if is_empty and not grows and not _find_metrics(component):
         raise AttachError(
             f"{name}: {type(component).__name__} has neither parameters nor buffers and its "
             "state_dict() is empty, so nothing of it would be saved; leave it out of attach(), or "
