@@ -10,6 +10,9 @@ import hookbus
 from builtin_plugins import metric_state
 from builtin_plugins.names import describe_faults
 
+# A metric is a module too, of which the plugin of all modules would save nothing.
+before = ("model",)
+
 
 @attrs.define(eq=False)
 class Metrics:
@@ -45,7 +48,6 @@ class Metrics:
         return metric_state.pick_metrics(self.component.named_modules())
 
 
-# A metric is a module too, of which a plain module's plugin would save nothing.
-@hookbus.hookimpl(tryfirst=True)
+@hookbus.hookimpl
 def plugin_for(name: str, component: object) -> Metrics | None:
     return Metrics(component) if metric_state.is_metric(component) else None

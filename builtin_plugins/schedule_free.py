@@ -10,6 +10,9 @@ import sys
 import hookbus
 from builtin_plugins.optimizer import Optimizer
 
+# The plugin of all optimizers would follow the wrapper to what is inside, and leave the mode out.
+before = ("optimizer",)
+
 _WRAPPERS = ("ScheduleFreeWrapper", "ScheduleFreeWrapperReference")
 
 
@@ -31,8 +34,7 @@ class ScheduleFree(Optimizer):
         self.component.train_mode = resume.read("mode")
 
 
-# Before the plugin of all optimizers, which would follow the wrapper and leave the mode out.
-@hookbus.hookimpl(tryfirst=True)
+@hookbus.hookimpl
 def plugin_for(name: str, component: object) -> ScheduleFree | None:
     module = sys.modules.get("schedulefree")  # without it there can be no such wrapper
     wrappers = tuple(getattr(module, each) for each in _WRAPPERS if hasattr(module, each))
