@@ -250,7 +250,8 @@ def plugin_for(name: str, component: object) -> Model | None:
         return None
     grows = any(hasattr(find_innermost(component), each) for each in ("setup", "configure_model"))
     is_empty = next(list_tensors(component), None) is None and not component.state_dict()
-    if is_empty and not grows and not _find_metrics(component):
+    holds_metrics = not metric_state.is_metric(component) and _find_metrics(component)
+    if is_empty and not grows and not holds_metrics:
         raise AttachError(
             f"{name}: {type(component).__name__} has neither parameters nor buffers and its "
             "state_dict() is empty, so nothing of it would be saved; leave it out of attach(), or "

@@ -28,6 +28,7 @@ from exact import to_bits
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import hookbus
 from builtin_plugins import EveryEpochs, EverySteps, Preemption, SavePolicy
@@ -110,7 +111,7 @@ class Plateau(Net):
 
 
 class Manual(Net):
-    """Two networks and two optimizers, stepped by hand."""
+    """Two networks and two optimizers, stepped by hand; a loader with a state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,6 +138,9 @@ class Manual(Net):
         ours = torch.optim.Adam(self.net.parameters(), lr=1e-2)
         theirs = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
         return [ours, theirs], [torch.optim.lr_scheduler.ExponentialLR(ours, 0.9)]
+
+    def train_dataloader(self) -> DataLoader:
+        return StatefulDataLoader(Points("index"), BATCH, shuffle=True, num_workers=1)
 
     validation_step = None
 

@@ -249,3 +249,15 @@ def test_nobody_imports_torchmetrics_for_the_script() -> None:
     )
     assert result.stdout.strip() == "[]", result.stderr
     assert "Metrics" in builtin_plugins.__all__
+
+
+def test_a_module_that_holds_nothing_but_metrics_is_looked_after_as_one(tmp_path: Path) -> None:
+    for trained in (True, False):
+        module = torch.nn.ModuleDict({"error": torchmetrics.MeanSquaredError()})
+        with hookbus.HookBus() as bus:
+            bus.attach(metrics=module)
+            bus.resume(tmp_path)
+            if trained:
+                module["error"].update(torch.ones(2), torch.zeros(2))
+                bus.save(step=1)
+    assert module["error"].compute() == 1
