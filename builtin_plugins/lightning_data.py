@@ -47,8 +47,8 @@ class Feed:
     def end(self, *, complete: bool) -> None:
         """Count what is done as done; ``complete``: the last epoch too."""
         if self._epochs is None:
-            return
-        if complete:
+            self.loop.take_place()  # nothing was left to do; what comes after the fit may draw
+        elif complete:
             self.loop.end_epoch()
         else:
             self.loop.end_body()

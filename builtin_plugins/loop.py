@@ -135,6 +135,10 @@ class Loop:
         """Count the epoch in hand as done, without asking for the next one."""
         self._course.end_epoch()
 
+    def take_place(self) -> None:
+        """Put the streams where the resumed run stands, without handing anything out."""
+        self._course.put_streams()
+
     def let_begin_anew(self, loader: DataLoader[Any]) -> None:
         """Take it that every iterator of ``loader`` is begun anew, also where one was left."""
         self._forgotten.begun_anew.append(loader)
