@@ -2,7 +2,7 @@
 
 from builtin_plugins.callbacks import Callbacks
 from builtin_plugins.datamodule import DataModule
-from builtin_plugins.keep import KeepBest, KeepEvery, KeepLast, KeepTagged
+from builtin_plugins.keep import Keep, KeepBest, KeepEvery, KeepLast, KeepTagged
 from builtin_plugins.loader import Loader
 from builtin_plugins.loop import Loop
 from builtin_plugins.metrics import Metrics
@@ -16,7 +16,7 @@ from builtin_plugins.save_policy import SavePolicy
 from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
-from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, OverheadTarget
+from builtin_plugins.when import EveryEpochs, EverySeconds, EverySteps, Moment, OverheadTarget, When
 
 __all__ = [
     "AttachedGenerator",
@@ -25,6 +25,7 @@ __all__ = [
     "EveryEpochs",
     "EverySeconds",
     "EverySteps",
+    "Keep",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
@@ -33,6 +34,7 @@ __all__ = [
     "Loop",
     "Metrics",
     "Model",
+    "Moment",
     "Optimizer",
     "OverheadTarget",
     "Precision",
@@ -45,4 +47,5 @@ __all__ = [
     "Strategy",
     "TensorState",
     "Values",
+    "When",
 ]

@@ -166,6 +166,17 @@ class Course:
         if not self.at.step:
             self._tell_of_no_step()
 
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether the epoch is over, or is known to be so after the last one of so many steps.
+
+        ``steps(n, loader)`` hands out nothing after its last step, and so does not see that its
+        epoch has ended with it.
+        """
+        is_last = self._kind == "steps" and self.at.step >= self._limit
+        full = is_last and self.data_pass is not None and self.data_pass.is_over
+        return self.at.where == "tail" or full
+
     # -- batches -------------------------------------------------------------------------------
 
     def open(self, source: Iterable[Any], repeat: Repeat) -> Iterator[Any] | None:

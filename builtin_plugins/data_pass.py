@@ -106,6 +106,14 @@ class Pass:
         self._handed = position["batch"]
         return iterator
 
+    @property
+    def is_over(self) -> bool:
+        """Whether as many batches were handed out as the loader says it has, if it does."""
+        try:
+            return self._handed == len(self._source)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return False
+
     def fetch(self, iterator: Iterator[Any]) -> tuple[Any, int]:
         """Return the next batch, and how many samples are in it."""
         try:
@@ -265,6 +273,7 @@ class BlindPass:
     """A pass through a loader that nobody looks after, since the plugin is blocked."""
 
     draws = None
+    is_over = False
 
     def fetch(self, iterator: Iterator[Any]) -> tuple[Any, int]:
         return next(iterator), 0

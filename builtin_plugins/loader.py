@@ -85,7 +85,8 @@ class Loader:
         state = resume.read()
         for name, saved, now in self.compare_settings(state["settings"]):
             exact = name not in OF_THE_ORDER
-            resume.change(name, saved, now, then="adapt", exact=exact)
+            why = "the order does not depend on it" if exact else "other batches are drawn"
+            resume.change(name, saved, now, then="adapt", exact=exact, why=why)
         self.put_state(state)
 
     def _refuse_batch_size(self, resume: hookbus.Resume) -> None:

@@ -55,6 +55,11 @@ class Loop:
         return self._course.at.step
 
     @property
+    def epoch_ended(self) -> bool:
+        """Whether this is the end of an epoch: of its own code, or of its last step in `steps`."""
+        return self._course.epoch_ended
+
+    @property
     def samples(self) -> int:
         """How many samples were handed out: indices, or the first dimension of the tensors."""
         return self._course.at.samples

@@ -85,7 +85,7 @@ class Optimizer:
             if lazy := [self._names[id(p)] for p in parameters if is_lazy(p)]:
                 resume.problem(describe_lazy(lazy, "bus.resume()"))
                 return
-        saved = self._read_names(resume.metadata().state)
+        saved = self._read_names(resume, resume.metadata().state)
         if len(saved) != len(self._states):
             resume.problem(
                 f"saved with {len(saved)} optimizers, run has {len(self._states)}; "
@@ -115,10 +115,11 @@ class Optimizer:
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
-        for state, tree in zip(self._states, self._read_names(resume.read()), strict=True):
+        for state, tree in zip(self._states, self._read_names(resume, resume.read()), strict=True):
             for setting, was, now, adapts in state.restore(tree, self._names):
                 then: Literal["keep", "adapt"] = "adapt" if adapts else "keep"
-                resume.change(setting, was, now, then=then, exact=not adapts)
+                why = "other kernels round differently" if adapts else ""
+                resume.change(setting, was, now, then=then, exact=not adapts, why=why)
 
     @hookbus.hookimpl
     def optimizer_stepped(self, optimizer: object) -> bool | None:
@@ -170,9 +171,14 @@ class Optimizer:
             )
         self._names = names
 
-    def _read_names(self, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _read_names(
+        self, resume: hookbus.Resume, saved: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        # Names begin with that of the component, which may have been another one.
+        names = {**resume.renamed, **self.rename}
+
         def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
-            return {rename(name, self.rename): value for name, value in mapping.items()}
+            return {rename(name, names): value for name, value in mapping.items()}
 
         return [
             {

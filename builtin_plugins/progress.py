@@ -1,4 +1,4 @@
-"""Show on a terminal how a big checkpoint is verified, read or written; it saves nothing."""
+"""Show on a terminal how a big checkpoint is verified or written; it saves nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHOWN_FROM = 64 * 2**20
 """Bytes from which a transfer is worth a bar."""
 
 _SECONDS_BETWEEN_DRAWINGS = 0.1
-_DONE = {"writing": "wrote", "verifying": "verified", "reading": "read"}
+_DONE = {"writing": "wrote", "verifying": "verified"}
 
 
 class Progress:

@@ -81,7 +81,7 @@ class SavePolicy:
             step=loop.step,
             step_before=self._step_before,
             epoch=loop.epoch,
-            epoch_ended=loop.position["where"] == "tail",
+            epoch_ended=loop.epoch_ended,
             seconds=time.monotonic() - self._saved_at,
             saving=self._bus.saving,
             blocked=self._blocked,
@@ -105,14 +105,14 @@ class SavePolicy:
         if self.keep is None or self._bus is None:
             return
         ours = [each for each in self._checkpoints if each.run_id == checkpoint.run_id]
-        self._checkpoints = [*ours, checkpoint]
+        # What is not deleted yet is asked for again.
+        self._checkpoints = [*(each for each in ours if each.path.exists()), checkpoint]
         kept = {each.path for each in (*self.keep.choose(self._checkpoints), checkpoint)}
-        for each in [each for each in self._checkpoints if each.path not in kept]:
-            try:
-                self._bus.delete(each, why="no rule keeps it")
-            except HookbusError as error:  # it is tried again after the next save
-                logger.warning("%s is not deleted: %s", each.path, error)
-        self._checkpoints = [each for each in self._checkpoints if each.path.exists()]
+        others = [each for each in self._checkpoints if each.path not in kept]
+        try:
+            self._bus.delete(*others, why="no rule keeps it", wait=self.wait)
+        except HookbusError as error:
+            logger.warning("not everything is deleted: %s", error)
 
     def _read_history(self, records: list[dict[str, Any]]) -> None:
         for record in records:

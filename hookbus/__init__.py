@@ -25,6 +25,7 @@ if typing.TYPE_CHECKING:
     from hookbus.bus import HookBus
     from hookbus.entry_points import Failed
     from hookbus.hookspecs import hookimpl, hookspec
+    from hookbus.migrations import migrate
     from hookbus.ordering import Place
     from hookbus.registration import Registered
     from hookbus.report import Change, Report, SectionReport
@@ -38,6 +39,7 @@ else:
         "Failed": "hookbus.entry_points",
         "hookimpl": "hookbus.hookspecs",
         "hookspec": "hookbus.hookspecs",
+        "migrate": "hookbus.migrations",
         "Place": "hookbus.ordering",
         "Registered": "hookbus.registration",
         "Report": "hookbus.report",
@@ -81,6 +83,7 @@ __all__ = [
     "history",
     "hookimpl",
     "hookspec",
+    "migrate",
     "open",
     "rank",
 ]

@@ -34,8 +34,7 @@ class Wanted:
         Raises:
             CallError: one of them is not what is expected.
         """
-        if not isinstance(wait, bool):
-            raise CallError(f"wait={wait!r}: pass True or False")
+        check_bool("wait", wait)
         if tag is not None:
             check_word("tag", tag)
         return cls(clean_metrics(metrics), wait, (check_word("why", why),), tag)
@@ -69,6 +68,17 @@ class Asked:
     def add(self, wanted: Wanted) -> None:
         """Ask for one more; several are one."""
         self.wanted = wanted if self.wanted is None else self.wanted.join(wanted)
+
+
+def check_bool(argument: str, value: object) -> bool:
+    """Return what is true or false.
+
+    Raises:
+        CallError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise CallError(f"{argument}={value!r}: pass True or False")
+    return value
 
 
 def check_word(argument: str, text: object) -> str:

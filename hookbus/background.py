@@ -1,4 +1,4 @@
-"""One save that is written behind training."""
+"""Work that is done behind training: a save is written, old checkpoints are deleted."""
 
 from __future__ import annotations
 
@@ -7,28 +7,30 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from hookbus.checkpoint import Checkpoint
 from hookbus.errors import SaveError
 from hookbus.logs import logger
 
-_in_flight = set["Background"]()
+T = TypeVar("T")
+
+_in_flight = set["Background[Any]"]()
 os.register_at_fork(after_in_child=_in_flight.clear)
 
 
-class Background:
-    """A save whose state is copied and whose files are being written by a thread of its own.
+class Background(Generic[T]):
+    """Work on a run directory that a thread of its own does.
 
     The thread ends by itself and is waited for when the process ends. A failure is logged at once,
     and raised by `collect`, in the thread that trains. Whether it is over is told by the thread
     alone: an interrupted ``join`` takes a running one for dead (Python 3.11 and 3.12).
     """
 
-    def __init__(self, run: Path, step: int, write: Callable[[], Checkpoint]) -> None:
+    def __init__(self, run: Path, what: str, work: Callable[[], T]) -> None:
         self.run = run
-        self.step = step
-        self._write = write
-        self._checkpoint: Checkpoint | None = None
+        self.what = what
+        self._work = work
+        self._result: list[T] = []
         self._error: BaseException | None = None
         self._begun, self._over = threading.Event(), threading.Event()
         self._given_up = False
@@ -36,10 +38,10 @@ class Background:
         self._then: Callable[[], None] | None = None
 
     def start(self) -> None:
-        """Begin to write; keep this object before, since an interrupt may come from here."""
+        """Begin; keep this object before, since an interrupt may come from here."""
         _in_flight.add(self)
         try:
-            threading.Thread(target=self._run, name=f"hookbus save of step {self.step}").start()
+            threading.Thread(target=self._run, name=f"hookbus: {self.what}").start()
         except BaseException as error:
             with self._guard:
                 if not self._begun.wait(5):  # it never will
@@ -65,30 +67,28 @@ class Background:
                 return
         then()
 
-    def collect(self) -> Checkpoint:
-        """Return what was committed, once it is done.
+    def collect(self) -> T:
+        """Return what came of it, once it is done.
 
         Raises:
-            SaveError: nothing was; its cause is what went wrong first.
+            SaveError: it failed; its cause is what went wrong first.
         """
-        if self._checkpoint is None:
+        if not self._result:
             error = self._error
             raise SaveError(
-                f"the save of step {self.step} failed behind training: {type(error).__name__}:"
-                f" {error}; earlier checkpoints are as they were"
+                f"{self.what} failed behind training: {type(error).__name__}: {error}; earlier"
+                " checkpoints are as they were"
             ) from error
-        return self._checkpoint
+        return self._result[0]
 
     def _run(self) -> None:
         self._begun.set()
         try:
             if not self._given_up:
-                self._checkpoint = self._write()
+                self._result.append(self._work())
         except BaseException as error:  # torch has errors that are no Exception
             self._error = error
-            logger.error(
-                "the save of step %d failed: %s: %s", self.step, type(error).__name__, error
-            )
+            logger.error("%s failed: %s: %s", self.what, type(error).__name__, error)
         finally:
             with self._guard:
                 self._end()
@@ -101,7 +101,7 @@ class Background:
 
 
 def wait_for_writers(run: Path | None = None) -> None:
-    """Wait until nothing is written behind training, into this run or at all."""
+    """Wait until nothing is done behind training, in this run or at all."""
     for each in list(_in_flight):
         if run in (None, each.run):
             each.wait()

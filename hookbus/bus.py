@@ -7,11 +7,12 @@ import functools
 import os
 import types
 import uuid
+import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from hookbus.asked import Wanted, check_word, warn_at_exit
+from hookbus.asked import Wanted, check_bool, check_word, warn_at_exit
 from hookbus.background import wait_for_writers
 from hookbus.checkpoint import Checkpoint, RunLock, make_run_directory, sweep
 from hookbus.choosing import check_run, choose
@@ -31,6 +32,9 @@ from hookbus.run_writer import RunWriter
 from hookbus.saver import Pace, Saver, check_right
 from hookbus.sequence import RESUME_EVENTS
 from hookbus.transfer import watched
+
+made = weakref.WeakSet["HookBus"]()
+"""Every bus of this process, so that tests can tell where a run stands."""
 
 
 class HookBus:
@@ -55,6 +59,7 @@ class HookBus:
         self._lock: RunLock | None = None
         self._closed = False
         self._plugins = Plugins(self, load_plugins=load_plugins, block=block)
+        made.add(self)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a HookBus cannot be pickled or copied")
@@ -185,6 +190,8 @@ class HookBus:
           and random streams are left alone, and the run directory is only read;
         - ``skip``: names or shell patterns of sections not to restore;
         - ``missing_ok``: of plugins that may start fresh where the checkpoint has no section;
+        - ``aliases``: for each name that is new, the one that its section was saved under, such as
+          ``{"encoder": "model"}``; needless, and no harm, once the run is saved under the new one;
         - ``only``: with another stage than ``"fit"``, the only sections to restore;
         - ``init_from``: a checkpoint, or a run (its newest), for a warm start with the sections
           ``init_only``, which default to ``("model",)``; ignored once this run has a checkpoint;
@@ -267,7 +274,7 @@ class HookBus:
         return saver.save(step, Wanted.make(metrics, wait, why, tag))
 
     def wait(self) -> None:
-        """Wait until the save behind training, if any, is committed.
+        """Wait for what is done behind training: the save is committed, deletions are over.
 
         Raises:
             SaveError: it failed; its cause is what went wrong first.
@@ -275,21 +282,23 @@ class HookBus:
         if self._saver is not None:
             self._saver.finish()
 
-    def delete(self, checkpoint: Checkpoint, *, why: str = "asked") -> None:
-        """Delete a checkpoint of this run, and say so in its history.
+    def delete(self, *checkpoints: Checkpoint, why: str = "asked", wait: bool = True) -> None:
+        """Delete checkpoints of this run, and say so in its history.
 
-        Before that every byte of the newest one is read, once, and found right.
+        Before that every byte of the newest one is read, once, and found right. With
+        ``wait=False`` all of it is done behind training, and what is not deleted is a WARNING.
 
         Raises:
             SaveError: it is the newest, or none of this run.
             CheckpointNotFoundError: it, or the newest one, is not there.
-            CorruptCheckpointError: it, or the newest one, is damaged; nothing is deleted.
+            CorruptCheckpointError: it, or the newest one, is damaged and not deleted.
             WriteError: the disk refused.
         """
         saver = self._get_saver()
-        if not isinstance(checkpoint, Checkpoint):
-            raise CallError(f"delete({checkpoint!r}): pass one of hookbus.checkpoints(run)")
-        saver.delete(checkpoint, check_word("why", why))
+        for each in checkpoints:
+            if not isinstance(each, Checkpoint):
+                raise CallError(f"delete({each!r}): pass some of hookbus.checkpoints(run)")
+        saver.delete(checkpoints, check_word("why", why), wait=check_bool("wait", wait))
 
     def reach_safe_point(self, loop: object) -> None:
         """Fire ``safe_point`` and write what was asked for; called by the loop on the bus."""
@@ -365,6 +374,7 @@ class HookBus:
             fire=self._fire_by_name,
             may_grow=by_script or bool(request.setup or request.configure_sharded),
             blocked=self.blocked,
+            failed=self.failed,
             damaged=choice.damaged,
             again=again,
         )

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 
 from hookbus.errors import RegistrationError
+from hookbus.registration import describe
 
 GROUP = "hookbus"
 OWN_DISTRIBUTION = "hookbus"
@@ -23,7 +24,11 @@ class Failed:
     name: str
     distribution: str
     version: str
-    exception: Exception
+    exception: Exception | SystemExit
+
+    def __str__(self) -> str:
+        who = describe(self.name, self.distribution, self.version)
+        return f"{who} could not be loaded: {type(self.exception).__name__}: {self.exception}"
 
 
 @attrs.frozen(eq=False)
@@ -70,6 +75,19 @@ def find_distribution(plugin: object) -> tuple[str | None, str | None]:
     return _find_owner(module.partition(".")[0])
 
 
+def normalize(name: str) -> str:
+    """Return a distribution's name as it is compared: ``hookbus-ema`` for ``Hookbus_EMA``."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def is_installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def list_known_names(found: Iterable[Found]) -> Iterator[str]:
     """Yield every word that blocks something: plugin and distribution names."""
     for each in found:
@@ -80,7 +98,7 @@ def list_known_names(found: Iterable[Found]) -> Iterator[str]:
 
 def _read_owner(distribution: importlib.metadata.Distribution | None) -> tuple[str, str]:
     try:
-        return _normalize(distribution.name), distribution.version  # type: ignore[union-attr]
+        return normalize(distribution.name), distribution.version  # type: ignore[union-attr]
     except Exception:  # its metadata are damaged, and nobody else's are
         return "unknown", ""
 
@@ -88,8 +106,4 @@ def _read_owner(distribution: importlib.metadata.Distribution | None) -> tuple[s
 @functools.cache
 def _find_owner(package: str) -> tuple[str | None, str | None]:
     names = importlib.metadata.packages_distributions().get(package)
-    return (_normalize(names[0]), importlib.metadata.version(names[0])) if names else (None, None)
-
-
-def _normalize(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return (normalize(names[0]), importlib.metadata.version(names[0])) if names else (None, None)

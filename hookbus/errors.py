@@ -22,10 +22,13 @@
     │   ├── MismatchError             a section and its component do not fit
     │   ├── UnclaimedSectionError     a section that no plugin restores
     │   ├── MissingSectionError       a plugin whose section is not in the checkpoint
+    │   ├── MigrationError            a state of a version that cannot be brought to the plugin's
     │   └── SamplerError              the data order cannot be repeated
     ├── SaveError                     a save was refused or came at the wrong moment
     │   └── UnattachedError           something that trains belongs to nothing on the bus
     ├── LoopError                     the loop was used wrongly
+    ├── LawError                      (AssertionError) a plugin breaks laws of hookbus.testing
+    ├── ExactnessError                (AssertionError) a resumed run went on with other bits
     └── ManyErrors                    (ExceptionGroup) several of these at once
 """
 
@@ -115,6 +118,10 @@ class MissingSectionError(ResumeError):
     """A plugin on the bus whose section is not in the checkpoint."""
 
 
+class MigrationError(ResumeError):
+    """A state of another version than the plugin's, and no step leads there, or one broke."""
+
+
 class SamplerError(ResumeError):
     """The order or the contents of the data cannot be repeated."""
 
@@ -129,6 +136,18 @@ class UnattachedError(SaveError):
 
 class LoopError(HookbusError):
     """The loop was used wrongly."""
+
+
+class LawError(HookbusError, AssertionError):
+    """A plugin breaks laws; ``report`` has what came of each."""
+
+    def __init__(self, message: str, report: object) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class ExactnessError(HookbusError, AssertionError):
+    """A run that was cut and resumed went on with other bits than one that was not."""
 
 
 class ManyErrors(HookbusError, ExceptionGroup[HookbusError]):  # noqa: N818 - a group, as in the standard library

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
@@ -84,17 +84,23 @@ def sort(event: str, entries: Sequence[Registered]) -> list[Place]:
 
 def warn_of_unknown_words(entries: Iterable[Registered]) -> None:
     """Log one WARNING for each before/after word that is no kind and no plugin's name."""
+    for entry, word in list_unknown_words(entries):
+        logger.warning(
+            "plugin %r is to come before or after %r, which is neither a kind nor a plugin"
+            " on this bus",
+            entry.name,
+            word,
+        )
+
+
+def list_unknown_words(entries: Iterable[Registered]) -> Iterator[tuple[Registered, str]]:
+    """Yield each before/after word that is no kind and no plugin's name, with whose it is."""
     entries = list(entries)
     known = {*KINDS, *(e.name for e in entries), *(e.kind for e in entries)}
     for entry in entries:
         for word in (*entry.before, *entry.after):
             if word not in known:
-                logger.warning(
-                    "plugin %r is to come before or after %r, which is neither a kind nor a plugin"
-                    " on this bus",
-                    entry.name,
-                    word,
-                )
+                yield entry, word
 
 
 def _collect_edges(

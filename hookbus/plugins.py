@@ -19,6 +19,7 @@ from hookbus.errors import (
     raise_all,
 )
 from hookbus.logs import logger
+from hookbus.migrations import Versions, read_versions
 from hookbus.ordering import Place
 from hookbus.registration import (
     BUILT_IN,
@@ -29,7 +30,6 @@ from hookbus.registration import (
     Origin,
     Registered,
     check_name,
-    describe,
     explain_unknown_event,
     inspect_plugin,
     name_type,
@@ -154,14 +154,10 @@ class Plugins:
         try:
             plugin = found.load()
             self._add(plugin, *who, inspect_plugin(plugin))
-        except Exception as error:
-            self.failed.append(Failed(found.name, found.distribution, found.version, error))
-            logger.warning(
-                "%s could not be loaded: %s: %s",
-                describe(found.name, found.distribution, found.version),
-                type(error).__name__,
-                error,
-            )
+        except (Exception, SystemExit) as error:  # a script as a module exits as it is imported
+            failed = Failed(found.name, found.distribution, found.version, error)
+            self.failed.append(failed)
+            logger.warning("%s", failed)
 
     def _add(
         self,
@@ -172,16 +168,19 @@ class Plugins:
         version: str | None,
         implementations: Implementations,
     ) -> Registered:
+        kind, saves = read_kind(plugin), "save_state" in implementations
         entry = Registered(
             name=check_name(name),
             plugin=plugin,
-            kind=read_kind(plugin),
+            kind=kind,
             distribution=distribution,
             version=version,
             origin=origin,
             number=self.changes + 1,
             before=read_words(plugin, "before"),
             after=read_words(plugin, "after"),
+            aliases=read_words(plugin, "aliases"),
+            versions=read_versions(plugin, kind or name) if saves else Versions(None, {}),
             implementations=implementations,
         )
         for other in self.entries:

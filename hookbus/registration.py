@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import attrs
 import pluggy
@@ -13,6 +13,9 @@ import pluggy
 from hookbus import hookspecs
 from hookbus.checkpoint import NAME_RULE, is_name
 from hookbus.errors import HookbusError, RegistrationError, raise_all
+
+if TYPE_CHECKING:
+    from hookbus.migrations import Versions
 
 Origin = Literal["registered by hand", "a third party's entry point", "built in"]
 BY_HAND: Final = "registered by hand"
@@ -38,8 +41,9 @@ EVENTS: Mapping[str, tuple[str, ...]] = _list_events()
 class Registered:
     """One plugin on the bus.
 
-    ``name`` is also its section's name; ``distribution`` and ``version`` say who wrote it
-    (``None`` for a script's own); ``events`` are those it implements.
+    ``name`` is also its section's name, and ``aliases`` are former names of that; ``distribution``
+    and ``version`` say who wrote it (``None`` for a script's own); ``versions`` are those of its
+    state; ``events`` are those it implements.
     """
 
     name: str
@@ -51,6 +55,8 @@ class Registered:
     number: int
     before: tuple[str, ...]
     after: tuple[str, ...]
+    aliases: tuple[str, ...]
+    versions: Versions = attrs.field(repr=False)
     implementations: Implementations = attrs.field(repr=False)
 
     @property
@@ -111,7 +117,7 @@ def inspect_plugin(plugin: object) -> Implementations:
     problems: list[HookbusError] = []
     marked = False
     for attribute in dir(plugin):
-        function = _find_function(plugin, attribute)
+        function = find_function(plugin, attribute)
         options = getattr(function, f"{hookspecs.PROJECT}_impl", None)
         if function is None or (options is None and attribute not in EVENTS):
             continue
@@ -144,8 +150,8 @@ def read_kind(plugin: object) -> str | None:
     return kind
 
 
-def read_words(plugin: object, attribute: Literal["before", "after"]) -> tuple[str, ...]:
-    """Return the kinds and names before or after which a plugin is to come."""
+def read_words(plugin: object, attribute: Literal["before", "after", "aliases"]) -> tuple[str, ...]:
+    """Return kinds and names: those before or after which a plugin is to come, or its former."""
     words = getattr(plugin, attribute, ())
     if isinstance(words, (tuple, list)) and all(isinstance(word, str) for word in words):
         return tuple(words)
@@ -160,7 +166,7 @@ def name_type(thing: object) -> str:
     return getattr(thing, "__name__", None) or type(thing).__qualname__
 
 
-def _find_function(plugin: object, attribute: str) -> Callable[..., Any] | None:
+def find_function(plugin: object, attribute: str) -> Callable[..., Any] | None:
     """Return the plain function behind an attribute, without running a property."""
     try:
         found = inspect.getattr_static(plugin, attribute)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import attrs
@@ -28,6 +28,7 @@ class Options(TypedDict, total=False):
     only: Sequence[str] | None
     skip: Sequence[str]
     missing_ok: Sequence[str]
+    aliases: Mapping[str, str]
     init_from: str | os.PathLike[str] | None
     init_only: Sequence[str]
     setup: SetUp | None
@@ -46,6 +47,15 @@ def _check_words(instance: object, attribute: attrs.Attribute[Any], value: objec
         raise CallError(f"{attribute.name}={value!r}: pass a tuple of names, such as ({value!r},)")
     if not isinstance(value, Collection) or not all(isinstance(word, str) for word in value):
         raise CallError(f"{attribute.name}={value!r}: pass a tuple of names or shell patterns")
+
+
+def _check_aliases(instance: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if isinstance(value, Mapping) and all(isinstance(w, str) for w in (*value, *value.values())):
+        return
+    raise CallError(
+        f"aliases={value!r}: pass a dict of names to those in the checkpoint, such as"
+        ' {"encoder": "model"}'
+    )
 
 
 def _check_choice(*choices: object) -> Callable[[object, attrs.Attribute[Any], object], None]:
@@ -77,6 +87,7 @@ class Request:
     only: Sequence[str] | None = attrs.field(default=None, validator=_check_words)
     skip: Sequence[str] = attrs.field(default=(), validator=_check_words)
     missing_ok: Sequence[str] = attrs.field(default=(), validator=_check_words)
+    aliases: Mapping[str, str] = attrs.field(factory=dict, validator=_check_aliases)
     init_from: str | os.PathLike[str] | None = attrs.field(default=None, validator=_check_path)
     init_only: Sequence[str] = attrs.field(default=("model",), validator=_check_words)
     setup: SetUp | None = attrs.field(default=None, validator=_check_function)

@@ -11,6 +11,7 @@ import attrs
 
 from hookbus.checkpoint import Checkpoint, Metadata
 from hookbus.choosing import Choice
+from hookbus.entry_points import Failed
 from hookbus.errors import (
     AttachError,
     CallError,
@@ -24,6 +25,7 @@ from hookbus.logs import logger
 from hookbus.registration import Registered
 from hookbus.report import Change, Report
 from hookbus.request import Request, Shard, Stage, matches
+from hookbus.sections import SectionReader
 from hookbus.sequence import RESTORE_EVENTS, Sequence
 
 # Sections of these kinds are restored by restore_model, so whoever restores them must be there.
@@ -50,6 +52,7 @@ class Resume:
     _fire: Callable[..., Any] = attrs.field(repr=False, alias="fire")
     _may_grow: bool = attrs.field(repr=False, alias="may_grow")
     _blocked: frozenset[str] = attrs.field(repr=False, alias="blocked")
+    _failed: AbstractSequence[Failed] = attrs.field(repr=False, alias="failed")
     damaged: Mapping[Path, HookbusError] = attrs.field(factory=dict, repr=False)
     again: bool = attrs.field(default=False, repr=False)  # this bus was in the run by then
     sequence: Sequence = attrs.field(factory=Sequence, repr=False, init=False)
@@ -57,6 +60,7 @@ class Resume:
     _problems: list[HookbusError] = attrs.field(factory=list, repr=False, init=False)
     event: str | None = attrs.field(default=None, repr=False, init=False)
     _read: set[str] = attrs.field(factory=set, repr=False, init=False)
+    _readers: dict[Registered, SectionReader] = attrs.field(factory=dict, repr=False, init=False)
     _took: dict[str, tuple[str, float]] = attrs.field(factory=dict, repr=False, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -91,14 +95,15 @@ class Resume:
     def read(self, part: str | None = None) -> Any:
         """Load the section of the plugin being called, or one part of it, and hand it over.
 
-        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them.
+        Tensors are fresh, on the CPU, and belong to the caller; nothing else keeps them. A state
+        of an older version has been migrated to the plugin's.
 
         Raises:
             CorruptCheckpointError: the bytes are not those that were saved.
+            MigrationError: a step of the migration broke.
         """
-        checkpoint, name = self._open_section()
-        state = checkpoint.read(name, part)
-        self._read.add(name)
+        state = self._open_section().read(part)
+        self._read.add(self.name)
         return state
 
     def read_into(self, tree: Any, part: str | None = None, *, partial: bool = False) -> Any:
@@ -111,22 +116,28 @@ class Resume:
             MismatchError: names, shapes or dtypes differ; all of them are listed and nothing was
                 changed.
             CorruptCheckpointError: the bytes are not those that were saved.
+            MigrationError: a step of the migration broke.
         """
-        checkpoint, name = self._open_section()
-        tree = checkpoint.read_into(name, tree, part, partial=partial)
-        self._read.add(name)
+        tree = self._open_section().read_into(tree, part, partial=partial)
+        self._read.add(self.name)
         return tree
 
     def metadata(self, part: str | None = None) -> Metadata:
-        """Return names, shapes, dtypes, plain values and version of the section, without data."""
-        checkpoint, name = self._open_section()
-        return checkpoint.metadata(name, part)
+        """Return names, shapes, dtypes, plain values and version of the section, without data.
+
+        A state of an older version is described as it is after its migration.
+        """
+        return self._open_section().look(part)
 
     @property
     def parts(self) -> tuple[str | None, ...]:
         """The parts that the section of the plugin being called has; ``None`` is the nameless."""
-        checkpoint, name = self._open_section()
-        return checkpoint.sections[name].parts
+        return self._open_section().parts
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The names of sections that are read under former ones, with those of this run."""
+        return self.fates.renamed if self.checkpoint is not None else {}
 
     def problem(self, problem: str | HookbusError) -> None:
         """Say that the section does not fit; all problems are raised together."""
@@ -230,14 +241,24 @@ class Resume:
             return False
         if entry.has_section and self.fates.judge(entry.name) != "restored":
             return False
-        done = entry.name in self._read or self.fates.is_another_kind(entry)
-        return event != "check_state" or not done
+        return event != "check_state" or not (
+            entry.name in self._read
+            or self.fates.is_another_kind(entry)
+            or (entry.has_section and not self._find_reader(entry).fits)
+        )
 
     def collect_problems(self, *, last: bool) -> None:
         """Note sections and plugins that do not find each other; ``last``: nobody else comes."""
         self._problems += self.fates.list_problems(
             lambda section: last or (section.kind in _MODEL_KINDS and self.set_up)
         )
+        fates = self.fates
+        for entry in self._entries():
+            if fates.restores(entry) and not fates.is_another_kind(entry):
+                reader = self._find_reader(entry)
+                self._problems += reader.check()
+                for text in reader.describe_migrations():
+                    self.report.note(text, entry.name)
 
     def list_wanted(self) -> list[str]:
         """Return the sections that this resume may read, which are verified first."""
@@ -278,6 +299,8 @@ class Resume:
     def complete_report(self) -> None:
         """Say what became of each section of the checkpoint and of each plugin that saves."""
         entries = {entry.name: entry for entry in self._entries() if entry.has_section}
+        renamed = self.renamed
+        former = {name: section for section, name in renamed.items()}
         for name, entry in entries.items():
             status = self.fates.judge(name)
             if status == "restored" and name not in self._read:
@@ -289,10 +312,14 @@ class Resume:
             )
             if name in self._took and self.checkpoint is not None:
                 event, seconds = self._took[name]
-                size = self.checkpoint.sections[name].bytes
+                size = self.checkpoint.sections[former.get(name, name)].bytes
                 self.report.set_status(name, status, event=event, seconds=seconds, bytes=size)
+                if name in former:
+                    self.report.note(
+                        f"restored from section {former[name]!r}, its former name", name
+                    )
         for name, section in self.checkpoint.sections.items() if self.checkpoint else ():
-            if name not in entries:
+            if name not in entries and name not in renamed:
                 status = "skipped" if self.fates.is_left_out(name) else "unclaimed"
                 self.report.add(name, section.kind, section.plugin, section.distribution, status)
                 if self.fates.is_blocked(name) and not matches(name, self.request.skip):
@@ -301,6 +328,9 @@ class Resume:
         for argument in ("skip", "missing_ok") if self.checkpoint else ():
             for text in self.fates.list_unmatched(argument, getattr(self.request, argument)):
                 self.tell(text)
+        for name in self.request.aliases:
+            if name not in entries:
+                self.tell(f"aliases={{{name!r}: …}} names nobody on the bus that saves")
 
     def tell(self, text: str) -> None:
         """Put a line about the resume as a whole into the report, and log it."""
@@ -317,6 +347,7 @@ class Resume:
             self._entries(),
             self.components,
             self._blocked,
+            self._failed,
         )
 
     @property
@@ -329,10 +360,18 @@ class Resume:
             raise CallError("a section is read by a plugin, inside an event")
         return self._asking[-1]
 
-    def _open_section(self) -> tuple[Checkpoint, str]:
+    def _open_section(self) -> SectionReader:
         who = self._who()
         if self.checkpoint is None or (self.sequence.ended and self.event is None):
             raise ResumeError(f"{who}: there is no checkpoint to read from")
         if self.fates.judge(who.name) != "restored":
             raise ResumeError(f"{who}: its section is {self.fates.judge(who.name)} in this resume")
-        return self.checkpoint, who.name
+        return self._find_reader(who)
+
+    def _find_reader(self, entry: Registered) -> SectionReader:
+        assert self.checkpoint is not None
+        name = self.fates.find_section(entry.name)
+        reader = self._readers.get(entry)
+        if reader is None or (reader.checkpoint, reader.name) != (self.checkpoint, name):
+            reader = self._readers[entry] = SectionReader(self.checkpoint, name, entry)
+        return reader

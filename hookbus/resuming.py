@@ -204,18 +204,22 @@ def _note_changes(resume: Resume, checkpoint: Checkpoint) -> None:
         resume.tell(text)
     if resume.stage != "fit" or resume.fresh:
         return
-    for saved, now in (
-        (checkpoint.settings, read_settings()),
-        (checkpoint.versions, read_versions()),
+    for saved, now, why in (
+        (checkpoint.settings, read_settings(), "it decides how sums round"),
+        (checkpoint.versions, read_versions(), "its kernels may round differently"),
     ):
         for name in {**saved, **now}:
             if saved.get(name) != now.get(name):
-                resume.change(name, saved.get(name), now.get(name), then="adapt", exact=False)
+                resume.change(
+                    name, saved.get(name), now.get(name), then="adapt", exact=False, why=why
+                )
 
 
 def _tell_changes(resume: Resume) -> None:
     if resume.report.changes and resume.stage == "fit" and not resume.fresh:
         changes = "\n  ".join(map(str, resume.report.changes))
+        if any(change.then == "keep" for change in resume.report.changes):
+            changes += "\n  (where the saved one is used, set the run's after bus.resume())"
         logger.warning(
             "%s goes on with other settings than it was saved with:\n  %s", resume.run, changes
         )

@@ -23,7 +23,7 @@ from hookbus.checkpoint import (
     remove_checkpoint,
     write_checkpoint,
 )
-from hookbus.errors import SaveError
+from hookbus.errors import CheckpointNotFoundError, HookbusError, SaveError, raise_all
 from hookbus.logs import logger
 from hookbus.registration import Registered
 from hookbus.resume import Resume
@@ -50,7 +50,9 @@ class RunWriter:
     check_right: Callable[[], None]
     _writing: bool = attrs.field(default=False, init=False)
     _staging: Staging = attrs.field(factory=Staging, init=False)
-    _background: Background | None = attrs.field(default=None, init=False)
+    _background: Background[Checkpoint] | None = attrs.field(default=None, init=False)
+    _step_behind: int = attrs.field(default=-1, init=False)
+    _deleting: Background[None] | None = attrs.field(default=None, init=False)
     _verified: Checkpoint | None = attrs.field(default=None, init=False)
     _process: int = attrs.field(factory=os.getpid, init=False)
 
@@ -58,7 +60,7 @@ class RunWriter:
     def newest_step(self) -> int:
         """The step of the newest save, committed or on its way; -1 if there is none."""
         if self._background is not None:
-            return self._background.step
+            return self._step_behind
         return self.last.step if self.last is not None else -1
 
     @property
@@ -131,8 +133,11 @@ class RunWriter:
             if not wanted.wait:
                 blocked = time.perf_counter() - started
                 when_copied()
+                self._step_behind = step
                 self._background = Background(
-                    self.run, step, lambda: self._record(write(), started, blocked)
+                    self.run,
+                    f"the save of step {step}",
+                    lambda: self._record(write(), started, blocked),
                 )
                 self._background.start()
                 logger.info("step %d is copied and is being written behind training", step)
@@ -142,6 +147,7 @@ class RunWriter:
                 checkpoint = self._record(write(on_bytes=on_bytes), started)
             when_copied()
             self._end_save(checkpoint)
+            self._wait_for_deletions()  # whoever waits for a save waits for what it entails
             return checkpoint
 
     # -- behind training -----------------------------------------------------------------------
@@ -161,27 +167,31 @@ class RunWriter:
             self._end_save(checkpoint)
 
     def finish(self) -> None:
-        """Wait for the save behind training, if any, and take it in."""
+        """Wait for what is done behind training, and take in the save, if any."""
         if self._background is not None and not self.is_forked:
             self._background.wait()
             self.collect_done()
+        self.wait_out()  # its end may have begun a deletion
 
     def wait_out(self) -> None:
-        """Wait for the save behind training, if any; the bus goes, and nothing is fired."""
-        if self._background is not None and not self.is_forked:
-            self._background.wait()
+        """Wait for what is done behind training; the bus goes, and nothing is fired."""
+        for each in self._list_behind():
+            each.wait()
 
     def when_done(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once nothing is written any more; at once, if so."""
-        if self._background is not None and not self.is_forked:
-            self._background.when_done(then)
-        else:
-            then()
+        """Call ``then`` once nothing is done behind training any more; at once, if so."""
+        for each in self._list_behind():
+            then = functools.partial(each.when_done, then)
+        then()
+
+    def _list_behind(self) -> list[Background[Any]]:
+        threads: list[Background[Any] | None] = [self._background, self._deleting]
+        return [each for each in threads if each is not None and not self.is_forked]
 
     def _wait_for_turn(self, step: int) -> None:
         if self._background is None:
             return
-        before, seconds = self._background.step, self._background.wait()
+        before, seconds = self._step_behind, self._background.wait()
         if seconds > 0.1:
             logger.warning(
                 "step %d waited %.2f s, since step %d was still being written: save less often, or"
@@ -194,20 +204,58 @@ class RunWriter:
 
     # -- the run directory ---------------------------------------------------------------------
 
-    def delete(self, checkpoint: Checkpoint, why: str) -> None:
-        """Delete a checkpoint of this run; the newest must be a later one, and good."""
-        path = checkpoint.path.absolute()
+    def delete(self, checkpoints: Sequence[Checkpoint], why: str) -> None:
+        """Delete checkpoints of this run; the newest must be a later one, and good.
+
+        Raises:
+            HookbusError: some could not be deleted; what each says is raised together.
+        """
+        self._wait_for_deletions()
+        problems = self._delete(checkpoints, why, self.last)
+        raise_all("not all were deleted", list(problems.values()))
+
+    def delete_behind(self, checkpoints: Sequence[Checkpoint], why: str) -> None:
+        """Do the same behind training; what could not be deleted is a WARNING."""
+        before, newest = self._deleting, self.last
+
+        def work() -> None:
+            if before is not None:
+                before.wait()
+            for path, problem in self._delete(checkpoints, why, newest).items():
+                if not isinstance(problem, CheckpointNotFoundError) or path.exists():
+                    logger.warning("%s is not deleted: %s", path, problem)
+
+        self._deleting = Background(self.run, f"deleting {len(checkpoints)} checkpoints", work)
+        self._deleting.start()
+
+    def _wait_for_deletions(self) -> None:
+        if self._deleting is not None and not self.is_forked:
+            self._deleting.wait()
+
+    def _delete(
+        self, checkpoints: Sequence[Checkpoint], why: str, newest: Checkpoint | None
+    ) -> dict[Path, HookbusError]:
+        """Delete each that may be, and return what is in the way of the others."""
+        problems: dict[Path, HookbusError] = {}
+        for each in checkpoints:
+            try:
+                self._delete_one(each.path.absolute(), why, newest)
+            except HookbusError as error:
+                problems[each.path] = error
+        return problems
+
+    def _delete_one(self, path: Path, why: str, newest: Checkpoint | None) -> None:
         if path.parent != self.run or read_folder_name(path.name) is None:
             raise SaveError(f"{path} is no checkpoint in {self.run}, so it is not deleted")
         found = open_checkpoint(path)
         if found.run_id != self.run_id:
             raise SaveError(f"{path} is of another run ({found.run_id}), so it is not deleted")
-        newest = self.last
         if newest is None or (newest.step, newest.serial) <= (found.step, found.serial):
             raise SaveError(f"{path} is the newest checkpoint of its run, so it is not deleted")
         # Every byte once, and each time that it is there as it was.
         newest.verify(hashes=self._verified is not newest)
         self._verified = newest
+        self.check_right()
         remove_checkpoint(path)
         logger.info("%s is deleted: %s", path, why)
         append_record(self.run, "delete", checkpoint=path.name, step=found.step, why=why)

@@ -8,6 +8,7 @@ import attrs
 
 from hookbus.checkpoint import Part, Section, check_part, flatten
 from hookbus.errors import CallError, HookbusError, StateError, raise_all
+from hookbus.migrations import spell_step
 from hookbus.registration import Registered
 
 
@@ -40,8 +41,9 @@ class Save:
 
         ``state`` is a tree of plain values, tensors and arrays; it is shared with the run until
         the event is over and is on its way to the disk before training goes on. ``part`` names a
-        part with a file of its own; ``version`` is that of the state's layout. ``per_rank`` says
-        that each process has its own; in a single process it makes no difference.
+        part with a file of its own; ``version`` is that of the state's layout: 1, or where the
+        plugin's migrations (`hookbus.migrate`) lead. ``per_rank`` says that each process has its
+        own; in a single process it makes no difference.
 
         Raises:
             CallError: outside a saving event, or a part written twice or with a wrong name.
@@ -55,6 +57,16 @@ class Save:
             raise CallError(f"{who} wrote {what} twice; pass another part=")
         if type(version) is not int or version < 1:
             raise CallError(f"version={version!r}: pass a whole number from 1 up")
+        known = who.versions.get_current(part)
+        if version != known:  # it could be saved, and would be refused at the next resume
+            more = (
+                f", or give the plugin the step to it, {spell_step(who, part, known, version)}, or"
+                f" state_version = {version} if nothing older is to be read"
+            )
+            raise CallError(
+                f"{who} wrote version {version} of its state and reads version {known}; pass"
+                f" version={known}{more if version > known else ''}"
+            )
         try:
             parts[part] = Part(flatten(state), version)
         except StateError as error:

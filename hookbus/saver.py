@@ -6,7 +6,7 @@ import contextlib
 import numbers
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
@@ -120,14 +120,17 @@ class Saver:
             self.writer.collect_done()
 
     def finish(self) -> None:
-        """Wait for the save behind training, if any, and take it in."""
+        """Wait for what is done behind training, and take in the save, if any."""
         with self._forgetting_if_it_fails():
             self.writer.finish()
 
-    def delete(self, checkpoint: Checkpoint, why: str) -> None:
+    def delete(self, checkpoints: Sequence[Checkpoint], why: str, *, wait: bool) -> None:
         self.writer.check_process()
         check_right(self.lock)
-        self.writer.delete(checkpoint, why)
+        if wait:
+            self.writer.delete(checkpoints, why)
+        elif checkpoints:
+            self.writer.delete_behind(checkpoints, why)
 
     # -- inside --------------------------------------------------------------------------------
 

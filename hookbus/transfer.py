@@ -1,4 +1,4 @@
-"""How far the writing, verifying or reading of a checkpoint has come."""
+"""How far the writing or verifying of a checkpoint has come."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Transfer:
     that it ended with an exception.
     """
 
-    what: Literal["writing", "verifying", "reading"]
+    what: Literal["writing", "verifying"]
     path: Path
     step: int
     total: int

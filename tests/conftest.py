@@ -1,11 +1,13 @@
 """Every test starts with one thread, so that bits do not depend on the machine."""
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from installed import Install, write_distribution
 
 MEMORY = Path("/dev/shm")
 
@@ -23,3 +25,20 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(dir=MEMORY) as path:
         yield Path(path)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a distribution in a folder of its own, at the front of ``sys.path``."""
+    modules = set(sys.modules)
+
+    def install(name: str, version: str, entries: dict[str, str], **sources: str) -> Path:
+        folder = tmp_path / f"site-{len(list(tmp_path.iterdir()))}"
+        write_distribution(folder, name, version, entries, **sources)
+        monkeypatch.syspath_prepend(str(folder))
+        return folder
+
+    yield install
+    for module in set(sys.modules) - modules:
+        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[module]

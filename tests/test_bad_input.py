@@ -60,8 +60,8 @@ def read_folder(folder: Path) -> dict[str, bytes]:
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     (
         {"onyl": ()},
-        "resume() has no argument 'onyl'; there are step, stage, only, skip, missing_ok, init_from,"
-        " init_only, setup, configure_sharded, verify, fallback",
+        "resume() has no argument 'onyl'; there are step, stage, only, skip, missing_ok, aliases,"
+        " init_from, init_only, setup, configure_sharded, verify, fallback",
     ),
     ({"skip": "rng"}, "skip='rng': pass a tuple of names, such as ('rng',)"),
     ({"missing_ok": "rng"}, "missing_ok='rng': pass a tuple of names, such as ('rng',)"),

@@ -465,9 +465,10 @@ def test_a_finding_in_a_file_cannot_move_the_cursor(run: Path, command: Command)
 def test_help_and_version_are_no_bad_use(command: Command) -> None:
     status, out, err = command("--help")
     assert (status, err) == (0, "")
-    assert re.findall(r"^  (\w+)  ", out, re.MULTILINE) == ["history", "inspect", "verify"]
+    names = re.findall(r"^  ([a-z-]+)  ", out.partition("Commands:")[2], re.MULTILINE)
+    assert names == ["history", "inspect", "new-plugin", "plugins", "verify"]
     assert command("--version") == (0, "hookbus 0.1.0\n", "")
-    for name in ("history", "inspect", "verify"):
+    for name in names:
         assert "--json" in command(name, "--help")[1]
 
 
@@ -485,6 +486,7 @@ COMMANDS = [
     ["inspect", "{run}", "--tensors", "--json"],
     ["--version"],
     ["--help"],
+    ["new-plugin", "ema-hook", "{run}/new"],
 ]
 
 

@@ -5,49 +5,21 @@ from __future__ import annotations
 import logging
 import random
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from installed import Install
 
 import hookbus
 from hookbus.errors import (
     AttachError,
     CallError,
+    HookbusError,
     ManyErrors,
     MissingSectionError,
     NameTakenError,
 )
-
-Install = Callable[..., Path]
-
-
-@pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Install a distribution in a folder of its own, at the front of ``sys.path``."""
-    modules = set(sys.modules)
-
-    def install(name: str, version: str, entries: dict[str, str], **sources: str) -> Path:
-        folder = tmp_path / f"site-{len(list(tmp_path.iterdir()))}"
-        info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        lines = "".join(f"{entry} = {target}\n" for entry, target in entries.items())
-        (info / "entry_points.txt").write_text(f"[hookbus]\n{lines}")
-        (info / "RECORD").write_text("".join(f"{module}.py,,\n" for module in sources))
-        for module, source in sources.items():
-            text = "import hookbus\n" + textwrap.dedent(source)
-            (folder / f"{module}.py").write_text(text)
-        monkeypatch.syspath_prepend(str(folder))
-        return folder
-
-    yield install
-    for module in set(sys.modules) - modules:
-        if str(getattr(sys.modules[module], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[module]
-
 
 ANSWERS = """
     class Plugin:
@@ -109,6 +81,7 @@ def test_the_built_in_plugins_are_named_by_their_entry_alone() -> None:
 BROKEN = {
     "imports": "no_such_module_anywhere",
     "raises": "broken_hook_raises",
+    "exits": "broken_hook_exits",
     "lacks": "broken_hook:nothing_here",
     "none": "broken_hook:nothing",
     "returns_none": "broken_hook:make_nothing",
@@ -129,6 +102,7 @@ def test_each_that_fails_fails_alone_and_by_name(
         "2.0",
         BROKEN,
         broken_hook_raises="raise ImportError('on purpose')",
+        broken_hook_exits="import sys; sys.exit(2)",
         broken_hook="""
             nothing = None
             def make_nothing(): ...
@@ -157,6 +131,7 @@ def test_each_that_fails_fails_alone_and_by_name(
     assert texts == {
         "imports": "ModuleNotFoundError: No module named 'no_such_module_anywhere'",
         "raises": "ImportError: on purpose",
+        "exits": "SystemExit: 2",
         "lacks": "AttributeError: module 'broken_hook' has no attribute 'nothing_here'",
         "none": "RegistrationError: the entry point 'broken-hook:none' is None",
         "returns_none": "RegistrationError: the entry point 'broken-hook:returns_none' returned"
@@ -180,6 +155,71 @@ def test_who_could_not_be_loaded_is_named_where_nobody_can_look_after_a_componen
     install("sad-hook", "1", {"a": "sad_hook"}, sad_hook="raise ImportError('on purpose')")
     with pytest.raises(AttachError, match="; sad-hook:a could not be loaded; give it state_dict"):
         hookbus.HookBus().attach(x=object())
+
+
+MADE = """
+    class Thing: ...
+    class Plugin:
+        @hookbus.hookimpl
+        def save_state(self, save):
+            save.write(1)
+        @hookbus.hookimpl
+        def restore_training_state(self, resume):
+            resume.read()
+    @hookbus.hookimpl
+    def plugin_for(name, component):
+        return Plugin() if isinstance(component, Thing) else None
+"""
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        ("gone", ": made-hook is not installed; install it"),
+        (
+            "broken",
+            "; plugin 'made-hook:own' (made-hook 3) could not be loaded: ImportError: x; mend it",
+        ),
+        (
+            "half broken",
+            "; plugin 'made-hook:made' (made-hook 3) could not be loaded: ImportError: x; mend that"
+            " and attach it",
+        ),
+        ("whole", "; attach it"),
+    ],
+)
+def test_a_section_that_nobody_claims_says_what_became_of_its_plugin(
+    now: str, why: str, install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source: Lightning-AI/pytorch-lightning#2631"""
+    entries = {"made": "made_hook", "own": "made_hook:Plugin"}
+    folder = install("made-hook", "2", entries, made_hook=MADE)
+    import made_hook
+
+    with hookbus.HookBus() as bus:
+        bus.attach(mine=made_hook.Thing())
+        bus.resume(tmp_path / "run")
+        bus.save(step=1)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(folder)])
+    del sys.modules["made_hook"]
+    lines = {
+        "broken": {"made": "made_hook", "own": "made_broken"},
+        "half broken": {"made": "made_broken", "own": "made_hook:Plugin"},
+        "whole": entries,
+    }
+    if now in lines:
+        broken = "raise ImportError('x')"
+        install("made-hook", "3", lines[now], made_hook=MADE, made_broken=broken)
+    with hookbus.HookBus() as bus, pytest.raises(HookbusError) as caught:
+        bus.resume(tmp_path / "run", missing_ok=("*",))
+    name = "made-hook:own" if now == "broken" else "mine"
+    text = (
+        f"the checkpoint has a section {name!r}, written by plugin 'Plugin' (made-hook 2), and"
+        f" nobody on the bus restores it{why}, or pass skip=({name!r},)"
+    )
+    assert text in str(caught.value)
+    with hookbus.HookBus() as bus:
+        assert bus.resume(tmp_path / "run", skip=("mine", "made-hook:own")).step == 1
 
 
 def test_the_second_of_two_entries_of_one_name_fails_by_name(install: Install) -> None:

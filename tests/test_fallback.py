@@ -245,7 +245,8 @@ def test_changed_settings_are_in_the_history(
         torch.set_num_threads(threads)
     start = [record for record in hookbus.history(tmp_path) if record["event"] == "start"][-1]
     assert start["changes"] == [
-        f"threads: saved {threads}, run has {threads + 1}; the run's is used, so not bit for bit"
+        f"threads: saved {threads}, run has {threads + 1}; the run's is used, so not bit"
+        " for bit (it decides how sums round)"
     ]
 
 

@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from builtin_plugins import (
 )
 from builtin_plugins.keep import Keep
 from builtin_plugins.when import Moment
+from hookbus.checkpoint import RunLock
 from hookbus.errors import CallError, CheckpointNotFoundError, CorruptCheckpointError, SaveError
 from hookbus.testing import faulty_storage
 
@@ -40,6 +42,7 @@ def train(
     *,
     epochs: int = 2,
     steps: int | None = None,
+    loaded_steps: int | None = None,
     losses: Iterable[float] = (),
     crash_at: int | None = None,
 ) -> None:
@@ -64,6 +67,10 @@ def train(
         if steps is not None:
             for _ in loop.steps(steps):
                 step(torch.ones(2))
+            return
+        if loaded_steps is not None:
+            for (x,) in loop.steps(loaded_steps, loader):
+                step(x)
             return
         for _ in loop.epochs(epochs):
             for (x,) in loop.batches(loader):
@@ -115,6 +122,15 @@ def test_a_run_is_saved_when_any_rule_wants_it(
 def test_the_same_rules_work_without_a_loader(when: Any, tmp_path: Path) -> None:
     train(tmp_path, SavePolicy(when=when), steps=7)
     assert list_steps(tmp_path) == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("steps", "saved"), [(8, [4, 8]), (9, [4, 8]), (7, [4]), (3, []), (12, [4, 8, 12])]
+)
+def test_steps_of_a_loader_have_epochs_too(steps: int, saved: list[int], tmp_path: Path) -> None:
+    """The last step may be the end of one, and no batch is asked for after it."""
+    train(tmp_path, SavePolicy(when=EveryEpochs()), loaded_steps=steps)
+    assert list_steps(tmp_path) == saved
 
 
 def test_counting_goes_on_after_a_crash(tmp_path: Path) -> None:
@@ -347,6 +363,59 @@ def test_the_one_that_was_resumed_from_stays_until_a_newer_one_is_good(tmp_path:
     assert list_steps(tmp_path) == [1, 2]
 
 
+def test_old_checkpoints_are_deleted_behind_training(tmp_path: Path) -> None:
+    save_losses(tmp_path, [1.0, 1.0, 1.0], None)
+    gate = threading.Event()
+    with (
+        make_bus(a=Keeper(), policy=SavePolicy(keep=KeepLast(1))) as bus,
+        faulty_storage(error=None, on="unlink", gate=gate) as disk,  # a wait for it would not end
+    ):
+        bus.resume(tmp_path)
+        for step in (4, 5):
+            bus.save(step=step, wait=False)
+            bus._saver.writer._background.wait()
+            bus._saver.collect_done()
+        assert [each.step for each in hookbus.checkpoints(tmp_path)][-2:] == [4, 5]
+        gate.set()
+        bus.wait()
+        assert list_steps(tmp_path) == [5]
+        assert len(disk.met) > 4
+    deleted = [each["step"] for each in hookbus.history(tmp_path) if each["event"] == "delete"]
+    assert deleted == [1, 2, 3, 4]
+
+
+def test_who_waits_for_a_save_waits_for_what_is_deleted_after_it(tmp_path: Path) -> None:
+    with make_bus(a=Keeper(), policy=SavePolicy(keep=KeepLast(1))) as bus:
+        bus.resume(tmp_path)
+        with faulty_storage(error=None, on="unlink", delay=0.05):
+            for step in (1, 2):
+                bus.save(step=step)
+        assert list_steps(tmp_path) == [2]
+
+
+def test_a_bus_that_lost_the_run_deletes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_losses(tmp_path, [1.0, 1.0], None)
+    gate = threading.Event()
+    bus = make_bus(a=Keeper(), policy=SavePolicy(keep=KeepLast(1)))
+    bus.resume(tmp_path)
+    with faulty_storage(error=None, on="unlink", gate=gate):
+        bus.save(step=3, wait=False)
+        bus._saver.writer._background.wait()
+        bus._saver.collect_done()
+        newer = RunLock(tmp_path)
+        newer.take()
+        gate.set()
+        with pytest.raises(SaveError, match=r"took .* over"):
+            bus.delete(hookbus.checkpoints(tmp_path)[0])
+        bus.close()
+    newer.release()
+    # The first one may have been on its way.
+    assert [each.step for each in hookbus.checkpoints(tmp_path)][-2:] == [2, 3]
+    assert "step-00000002 is not deleted: a newer bus" in caplog.text
+
+
 def test_a_deletion_is_renamed_first_and_swept_by_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,8 +426,7 @@ def test_a_deletion_is_renamed_first_and_swept_by_the_next_start(
 
     with monkeypatch.context() as patch:
         patch.setattr("hookbus.checkpoint.files.remove_folder", die)
-        with pytest.raises(KeyboardInterrupt):
-            save_losses(tmp_path, [1.0], KeepLast(2), first=3)
+        save_losses(tmp_path, [1.0], KeepLast(2), first=3)
     assert [each.step for each in hookbus.checkpoints(tmp_path)] == [2, 3]
     assert len(os.listdir(tmp_path)) == 2 + len(["run.lock", "run.jsonl", "hidden"])
     save_losses(tmp_path, [], None)
@@ -480,9 +548,9 @@ def test_the_last_good_one_stays_where_the_newest_has_gone(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((None, "x"), "delete(None): pass one of hookbus.checkpoints(run)"),
-        (("path", "x"), "delete('path'): pass one of hookbus.checkpoints(run)"),
-        ((1, ""), "delete(1): pass one of hookbus.checkpoints(run)"),
+        ((None, "x"), "delete(None): pass some of hookbus.checkpoints(run)"),
+        (("path", "x"), "delete('path'): pass some of hookbus.checkpoints(run)"),
+        ((1, ""), "delete(1): pass some of hookbus.checkpoints(run)"),
     ],
 )
 def test_what_is_no_checkpoint_cannot_be_deleted(

@@ -53,7 +53,7 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_transfer(total: int = 2 * SHOWN_FROM, **changes: object) -> Transfer:
-    return Transfer("reading", Path("runs/demo/step-00000300"), 300, total, **changes)  # type: ignore[arg-type]
+    return Transfer("verifying", Path("runs/demo/step-00000300"), 300, total, **changes)  # type: ignore[arg-type]
 
 
 def pass_through(transfer: Transfer, progress: Progress) -> None:
@@ -70,16 +70,18 @@ def test_a_big_transfer_draws_a_bar_and_ends_in_one_line() -> None:
         progress = Progress()
         progress.bytes_moved(transfer)
         bar = terminal.read()
-        assert "reading step 300" in bar
+        assert "verifying step 300" in bar
         assert "━" in bar
         transfer.done, transfer.seconds = transfer.total, 2.0
         progress.bytes_moved(transfer)
-        assert "read step 300" not in terminal.read()  # what is read need not be right
+        assert "verified step 300" not in terminal.read()  # the last bytes need not be right
         transfer.ended = True
         progress.bytes_moved(transfer)
         ending = terminal.read()
-        assert ending.count("read step 300: 134.2 MB in 2.0 s, 0.07 GB/s\r\n") == 1
-        assert ending.index("\x1b[2K") < ending.index("read step 300")  # the bar is wiped out first
+        assert ending.count("verified step 300: 134.2 MB in 2.0 s, 0.07 GB/s\r\n") == 1
+        assert ending.index("\x1b[2K") < ending.index(
+            "verified step 300"
+        )  # the bar is wiped out first
 
 
 def test_a_bar_takes_no_thread_no_stdout_and_no_cursor() -> None:
@@ -112,7 +114,7 @@ def test_a_transfer_that_went_silent_gives_way_to_the_next() -> None:
         other.step = 301
         progress.bytes_moved(other)
         shown = terminal.read()
-        assert shown.rindex("\x1b[2K") < shown.index("reading step 301")
+        assert shown.rindex("\x1b[2K") < shown.index("verifying step 301")
 
 
 def test_a_small_transfer_is_not_worth_a_line() -> None:

@@ -133,7 +133,10 @@ def test_the_policy_of_the_readme_saves_and_keeps(tmp_path) -> None:
 def test_the_rules_that_are_named_are_there() -> None:
     section = README.partition("## Never lose a run")[2].partition("\n## ")[0]
     rules = set(
-        re.findall(r"\b(?:Every|Keep)[A-Z]\w+|OverheadTarget|Preemption|SavePolicy", section)
+        re.findall(
+            r"\b(?:Every|Keep)[A-Z]\w+|OverheadTarget|Preemption|SavePolicy|\bWhen\b|\bKeep\b|Moment",
+            section,
+        )
     )
     assert rules == {
         name

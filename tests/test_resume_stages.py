@@ -327,7 +327,8 @@ def test_a_section_without_a_plugin_and_a_plugin_without_a_section_name_the_line
         missing, unclaimed = caught.value.exceptions
         assert str(missing) == (
             f"plugin 'new' is on the bus and {run / 'step-00000001'} has no section 'new'; pass"
-            " missing_ok=('new',) to start it fresh"
+            " missing_ok=('new',) to start it fresh; nobody reads 'b' of the same kind: if it is"
+            " the same under a former name, pass aliases={'new': 'b'}"
         )
         assert str(unclaimed) == (
             "the checkpoint has a section 'b', written by plugin 'Keeper', and nobody on the bus"
@@ -554,7 +555,10 @@ def test_a_setting_that_changes_the_bits_is_noted_with_both_values(
     finally:
         torch.set_num_threads(1)
     (change,) = report.changes
-    assert str(change) == "threads: saved 1, run has 2; the run's is used, so not bit for bit"
+    assert str(change) == (
+        "threads: saved 1, run has 2; the run's is used, so not bit for bit (it decides how sums"
+        " round)"
+    )
     assert (change.setting, change.then, change.exact) == ("threads", "adapt", False)
     assert caplog.messages == [
         f"{run} goes on with other settings than it was saved with:\n  {change}"

@@ -38,6 +38,7 @@ from hookbus.checkpoint.run_directory import (
 from hookbus.checkpoint.tensor_info import TensorInfo
 
 if TYPE_CHECKING:
+    from hookbus.checkpoint.in_memory import InMemory
     from hookbus.checkpoint.staging import Staging
     from hookbus.checkpoint.tree import Flat, flatten, unflatten
     from hookbus.checkpoint.writer import Part, Section, write_checkpoint
@@ -47,9 +48,9 @@ else:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # Not by a module's name, as the package does: in this room no text becomes an import.
-        from hookbus.checkpoint import staging, tree, writer
+        from hookbus.checkpoint import in_memory, staging, tree, writer
 
-        found = vars(staging) | vars(tree) | vars(writer)
+        found = vars(in_memory) | vars(staging) | vars(tree) | vars(writer)
         globals().update({each: found[each] for each in __all__ if each in found})
         return globals()[name]
 
@@ -62,6 +63,7 @@ __all__ = [
     "Checkpoint",
     "Damage",
     "Flat",
+    "InMemory",
     "Metadata",
     "Part",
     "RunLock",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy
 import torch
@@ -10,21 +11,25 @@ import torch
 from hookbus.checkpoint.manifest import PartInfo
 from hookbus.checkpoint.nodes import describe_leaf, list_names, rebuild
 from hookbus.checkpoint.placing import Stored, match, place
-from hookbus.checkpoint.tensor_file import TensorFile
 from hookbus.checkpoint.tensor_info import TensorInfo, split_bytes
 from hookbus.checkpoint.tensors import allocate, lay_out, view_bytes
 from hookbus.checkpoint.tree import unflatten
 
 
-def load(file: TensorFile, part: PartInfo) -> Any:
+class Source(Protocol):
+    """What gives the bytes of tensors, such as an open file of them."""
+
+    def read(self, info: TensorInfo, pieces: Iterator[memoryview]) -> None:
+        """Fill ``pieces``, which together are as long as the tensor, with its bytes."""
+
+
+def load(file: Source, part: PartInfo) -> Any:
     """Return a state. Its tensors and arrays are fresh, on the CPU, and share nothing."""
     tensors = {info.name: _load_tensor(file, info) for info in part.tensors.values()}
     return unflatten(part.tree, tensors)
 
 
-def load_into(
-    file: TensorFile, part: PartInfo, tree: Any, *, who: str, partial: bool = False
-) -> Any:
+def load_into(file: Source, part: PartInfo, tree: Any, *, who: str, partial: bool = False) -> Any:
     """Copy a state into ``tree``, in place, and return ``tree``, or what takes its place.
 
     Raises:
@@ -47,19 +52,19 @@ def load_into(
     return place(saved, tree)
 
 
-def _load_leaf(file: TensorFile, stored: Stored, part: PartInfo) -> Any:
+def _load_leaf(file: Source, stored: Stored, part: PartInfo) -> Any:
     tensors = {n: _load_tensor(file, part.tensors[n]) for n in list_names(stored.payload)}
     return unflatten({stored.tag: stored.payload}, tensors)
 
 
-def _load_tensor(file: TensorFile, info: TensorInfo) -> torch.Tensor:
+def _load_tensor(file: Source, info: TensorInfo) -> torch.Tensor:
     """Return a fresh tensor on the CPU, with the strides it was saved with."""
     tensor = allocate(info)
     file.read(info, split_bytes(view_bytes(tensor)))
     return lay_out(tensor, info)
 
 
-def _load_tensor_into(file: TensorFile, info: TensorInfo, live: torch.Tensor) -> None:
+def _load_tensor_into(file: Source, info: TensorInfo, live: torch.Tensor) -> None:
     """Read into a dense tensor of the same shape and dtype, wherever it is."""
     direct = live.device.type == "cpu" and live.is_contiguous()
     if direct and not live.is_conj() and not live.is_neg():

@@ -176,13 +176,16 @@ class Checkpoint:
             FormatError: the state holds what this version does not know.
         """
         found = self._find_part(section, part)
-
-        def leaf(tag: str, payload: Any) -> object:
-            return describe_leaf(tag, payload, found.tensors)
-
         with self._name_section(section, part):
-            state = rebuild(found.tree, leaf)
-        return Metadata(state, found.version, dict(found.tensors))
+            return describe_part(found)
+
+    def get_version(self, section: str, part: str | None = None) -> int:
+        """Return the version of a state's layout.
+
+        Raises:
+            MissingSectionError: there is no such section or part.
+        """
+        return self._find_part(section, part).version
 
     def tensors(self, section: str, part: str | None = None) -> dict[str, TensorInfo]:
         """Return what is known of each tensor in a state's file, by name, in the file's order.
@@ -306,6 +309,19 @@ class Checkpoint:
         if data[-SEAL:] != self._seal:
             raise CorruptCheckpointError(f"{self.path / NAME}: was changed since it was opened")
         return manifest
+
+
+def describe_part(part: PartInfo) -> Metadata:
+    """Return what a state looks like, without its data.
+
+    Raises:
+        FormatError: the state holds what this version does not know.
+    """
+
+    def leaf(tag: str, payload: Any) -> object:
+        return describe_leaf(tag, payload, part.tensors)
+
+    return Metadata(rebuild(part.tree, leaf), part.version, dict(part.tensors))
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

@@ -1,1 +1,1 @@
-"""The command line: one file a command. Nothing here imports torch."""
+"""The command line: one file a command. Nothing here imports torch but ``plugins``."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from hookbus.cli import history, inspect, verify
+from hookbus.cli import history, inspect, new_plugin, plugins, verify
 from hookbus.cli.output import escape
 from hookbus.errors import CorruptCheckpointError, FormatError, HookbusError
 from hookbus.logs import logger
@@ -24,7 +24,13 @@ INTERRUPTED = 130  # as shells say it of SIGINT
 
 # Plain text in place of rich's panels: an error is one line here.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (history.history, inspect.inspect, verify.verify):
+for command in (
+    history.history,
+    inspect.inspect,
+    new_plugin.new_plugin,
+    plugins.plugins,
+    verify.verify,
+):
     app.command()(command)
 
 # typer has click's errors from click or from a copy of its own, by version: this is UsageError.
@@ -44,7 +50,7 @@ def hookbus(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Look at the checkpoints of training runs.
+    """Look at the checkpoints of training runs, and at plugins.
 
     The exit status is 0 if all is well, 1 for a finding such as a damaged checkpoint, and 2 for
     bad use.

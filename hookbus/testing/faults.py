@@ -1,35 +1,4 @@
-"""Faults for your own tests: a process that dies, a disk that refuses, and a list of what is done.
-
-They work wherever this process changes a run directory, also behind training, and need no test
-framework. Every crash point of a save, say, is this loop::
-
-    import torch
-    import hookbus
-    from hookbus.testing import crash_at, faulty_storage, record
-
-    def save(run, step):
-        state = {"weights": torch.full((3,), float(step))}
-        with hookbus.HookBus() as bus:
-            bus.attach(state=state)
-            bus.resume(run)
-            bus.save(step=step, wait=False)
-
-    save(run, 1)
-    with record() as changes:
-        save(run, 2)
-    for number in range(1, len(changes) + 1):
-        with crash_at(number) as crash:
-            save(run, 2 + number)
-        assert crash.happened
-        assert hookbus.checkpoints(run)[-1].step >= 2
-
-A disk that is full, or slow::
-
-    with faulty_storage(error=OSError(errno.ENOSPC, "full"), on="write", path="*.safetensors"):
-        ...  # raises what your script makes of it
-    with faulty_storage(error=None, gate=event):
-        ...  # nothing is changed before event.set()
-"""
+"""Faults: a process that dies, a disk that refuses or is slow, and a list of what is done."""
 
 from __future__ import annotations
 
@@ -42,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import NoReturn, get_args
 
 import attrs
 
@@ -129,33 +98,62 @@ def record() -> Iterator[list[DiskChange]]:
         yield recording.changes
 
 
-class _Death(_Watch):
-    """Lets nothing through once its moment has come, so that no ``finally`` tidies up."""
+class Death(_Watch):
+    """Lets nothing through once its moment has come, so that no ``finally`` tidies up.
 
-    def __init__(self, number: int, on: Kind | tuple[Kind, ...] | None, path: str) -> None:
+    ``happened`` tells whether it has, ``change`` the one that was not made, if it was one.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self._left, self._on, self._path = number, on, path
+        self.happened = False
         self.change: DiskChange | None = None
 
-    @property
-    def happened(self) -> bool:
-        """Whether the process died."""
-        return self.change is not None
+    def is_due(self, change: DiskChange) -> bool:
+        """Whether the process dies before this change."""
+        return False
 
     def meet(self, change: DiskChange) -> None:
         with self._guard:
-            if not self.happened and change.fits(self._on, self._path):
-                self._left -= 1
-                if not self._left:
-                    self.change = change
+            if not self.happened and self.is_due(change):
+                self.happened, self.change = True, change
         if self.happened:
             raise Crash(f"before {change}")
+
+    def die(self, where: str) -> NoReturn:
+        """Die here and now."""
+        self.happened = True
+        raise Crash(where)
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Let it end the block, with all that it led to."""
+        with self.in_front():
+            try:
+                yield
+            except BaseException as error:
+                if not self.happened or not _comes_from_crash(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # the bus is gone with its process
+            finally:
+                if self.happened:
+                    wait_for_writers()  # they run into the dead disk too
+
+
+class _DeathAtChange(Death):
+    def __init__(self, number: int, on: Kind | tuple[Kind, ...] | None, path: str) -> None:
+        super().__init__()
+        self._left, self._on, self._path = number, on, path
+
+    def is_due(self, change: DiskChange) -> bool:
+        self._left -= change.fits(self._on, self._path)
+        return not self._left
 
 
 @contextlib.contextmanager
 def crash_at(
     number: int = 1, on: Kind | tuple[Kind, ...] | None = None, *, path: str = "*"
-) -> Iterator[_Death]:
+) -> Iterator[Death]:
     """Let the process die before the ``number``-th change of the disk, counted from 1.
 
     With ``on`` and ``path``, of those of that kind whose path or name fits the pattern. From then
@@ -171,17 +169,9 @@ def crash_at(
     if type(number) is not int or number < 1:
         raise CallError(f"number={number!r}: pass a whole number from 1 up")
     _check_target(on, path)
-    death = _Death(number, on, path)
-    with death.in_front():
-        try:
-            yield death
-        except BaseException as error:
-            if not death.happened or not _comes_from_crash(error):
-                raise
-            traceback.clear_frames(error.__traceback__)  # the bus is gone with its process
-        finally:
-            if death.happened:
-                wait_for_writers()  # they run into the dead disk too
+    death = _DeathAtChange(number, on, path)
+    with death.awaited():
+        yield death
 
 
 def _check_target(on: object, path: object) -> None:
