@@ -13,6 +13,7 @@ from builtin_plugins.preemption import Preemption
 from builtin_plugins.progress import Progress
 from builtin_plugins.rng import AttachedGenerator, Rng
 from builtin_plugins.save_policy import SavePolicy
+from builtin_plugins.schedule_free import ScheduleFree
 from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
@@ -42,6 +43,7 @@ __all__ = [
     "Progress",
     "Rng",
     "SavePolicy",
+    "ScheduleFree",
     "Scheduler",
     "Stateful",
     "Strategy",

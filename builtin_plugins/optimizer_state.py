@@ -55,8 +55,8 @@ class OptimizerState:
         return innermost
 
     def note_given(self) -> None:
-        """Take the options that there are now for those that the script gave."""
-        self.given = [
+        """Take the options that there are now for those that the script gave, the first time."""
+        self.given = self.given or [
             {key: copy.copy(value) for key, value in group.items() if key not in _NOT_OPTIONS}
             for group in self.optimizer.param_groups
         ]
@@ -181,6 +181,7 @@ class OptimizerState:
             for i, key, was, now in _list_changes(originals, options)
             if not self._is_given(i, key, chosen_groups[i].get("given", {}))
         ]
+        self.given = [dict(group.get("given", {})) for group in chosen_groups]
 
         for wrapper, state in zip(self.chain, saved["wrappers"], strict=False):
             if state is not None:
