@@ -239,7 +239,7 @@ def fit(scene: str, folder: Path, how: str, at: int, out: Path) -> None:
     options = {k: v for k, v in options.items() if k != "datamodule"}
     path = None
     if how == "bridge":
-        policy = SavePolicy(when=EverySteps(2) | EveryEpochs())
+        policy = SavePolicy(when=EverySteps(1) | EveryEpochs(), wait=True)
         callbacks.insert(0, LightningBridge(folder, policy, Preemption()))
     elif how == "own":
         path = None if fresh else "last"
@@ -256,6 +256,7 @@ def fit(scene: str, folder: Path, how: str, at: int, out: Path) -> None:
         "stopping": [each.state_dict() for each in callbacks if isinstance(each, EarlyStopping)],
         "drawn": [each.drawn for each in callbacks if isinstance(each, Drawing)],
         "place": [trainer.global_step, trainer.current_epoch, datamodule and datamodule.shown],
+        "loggers": trainer.fit_loop.epoch_loop._batches_that_stepped,  # what they count by
         "streams": [torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()],
     }
     hashed = {k: hashlib.sha256(repr(to_bits(v)).encode()).hexdigest()[:8] for k, v in left.items()}
