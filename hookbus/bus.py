@@ -115,6 +115,16 @@ class HookBus:
         return self._ranks
 
     @property
+    def run(self) -> Path | None:
+        """The run directory that is trained and saved into, if there is one."""
+        return self._saver.writer.run if self._saver is not None else None
+
+    @property
+    def last(self) -> Checkpoint | None:
+        """The newest committed checkpoint of the run, if it has one."""
+        return self._saver.writer.last if self._saver is not None else None
+
+    @property
     def saving(self) -> bool:
         """Whether a save is being written behind training."""
         return self._saver is not None and self._saver.writer.saving
