@@ -544,6 +544,9 @@ def collect(
         model, optimizer = bus.components["model"], bus.components["optimizer"]
         assert isinstance(model, nn.Module)
         assert isinstance(optimizer, torch.optim.Optimizer)
+        for each in model.modules():
+            if isinstance(each, nn.BatchNorm1d):  # a rest may be one sample
+                each.eval()
         weights = ddp_run.shorten([to_bits(each) for each in model.parameters()])
         moments = ddp_run.shorten(to_bits(optimizer.state_dict()["state"]))
         draws = torch.rand(3).tolist()
