@@ -5,6 +5,7 @@ from builtin_plugins.datamodule import DataModule
 from builtin_plugins.keep import Keep, KeepBest, KeepEvery, KeepLast, KeepTagged
 from builtin_plugins.loader import Loader
 from builtin_plugins.loop import Loop
+from builtin_plugins.metrics import Metrics
 from builtin_plugins.model import Model
 from builtin_plugins.optimizer import Optimizer
 from builtin_plugins.precision import Precision
@@ -12,6 +13,7 @@ from builtin_plugins.preemption import Preemption
 from builtin_plugins.progress import Progress
 from builtin_plugins.rng import AttachedGenerator, Rng
 from builtin_plugins.save_policy import SavePolicy
+from builtin_plugins.schedule_free import ScheduleFree
 from builtin_plugins.scheduler import Scheduler
 from builtin_plugins.state import Stateful, TensorState, Values
 from builtin_plugins.strategy import Strategy
@@ -36,6 +38,7 @@ __all__ = [
     "KeepTagged",
     "Loader",
     "Loop",
+    "Metrics",
     "Model",
     "Moment",
     "Optimizer",
@@ -45,6 +48,7 @@ __all__ = [
     "Progress",
     "Rng",
     "SavePolicy",
+    "ScheduleFree",
     "Scheduler",
     "Single",
     "Stateful",

@@ -43,7 +43,8 @@ class Adopted:
             loader.put_streams(slot)
 
     def read_state(self) -> dict[int, Mapping[str, Any]]:
-        return {**self._states, **{call: each.read_state() for call, each in self._loaders.items()}}
+        live = {call: _read_state(each) for call, each in self._loaders.items()}
+        return {**self._states, **live}
 
     def put_state(self, states: Mapping[int, Mapping[str, Any]]) -> None:
         """Keep what `read_state` returned until the loaders come."""
@@ -96,6 +97,15 @@ class Adopted:
             _warn_of_epochs(loader, before, saved)
             moved = _list_moved_on(loader.component, before.digest(), saved.digest())
             loader.put_state(state, keep=moved)
+
+
+def _read_state(loader: Loader) -> dict[str, Any]:
+    """Read what is put back: nobody knows the loader yet when a resume hands out its first epoch.
+
+    So its streams as of then are not saved; those of a run that was cut would be older ones.
+    """
+    state = loader.read_state()
+    return {**state, "slots": {slot: s for slot, s in state["slots"].items() if slot != "head"}}
 
 
 def _warn_of_epochs(loader: Loader, before: Held, saved: Held) -> None:

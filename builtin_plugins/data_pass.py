@@ -219,13 +219,15 @@ class Pass:
             position["batch"],
             world_size,
         )
-        logger.warning(
-            "%s: %d samples of this epoch are done by %d processes; the others are dealt out to %d",
-            describe(self._source),
-            self._division.samples,
-            saved.world_size,
-            world_size,
-        )
+        if self._rank == 0:
+            logger.warning(
+                "%s: %d samples of this epoch are done, on %d processes; the others are dealt out"
+                " to %d",
+                describe(self._source),
+                self._division.samples,
+                saved.world_size,
+                world_size,
+            )
         self._handed = position["batch"]
         return self._make_iterator()
 
@@ -295,9 +297,19 @@ class Pass:
     @property
     def _replays(self) -> bool:
         """Whether what is done is loaded again when this is taken up."""
-        if not self._is_gated and not has_own_state(self._source):
+        if not self._is_gated and (not has_own_state(self._source) or self._counts_twice):
             return True
         return self._repeat.replay and count_workers(self._source) > 0
+
+    @property
+    def _counts_twice(self) -> bool:
+        """Whether the loader itself can only load again what is done, which it then counts twice.
+
+        The next state that it gives would be too far on: `torchdata` 0.11, where neither the
+        stream nor its iterator has a state.
+        """
+        dataset = getattr(self._source, "dataset", None)
+        return isinstance(dataset, IterableDataset) and not has_own_state(dataset)
 
     @property
     def _done(self) -> str:

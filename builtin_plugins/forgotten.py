@@ -33,6 +33,8 @@ class Forgotten:
         self._saves = 0
         self._processes: set[int | None] = set()
         self._told: set[str] = set()
+        # Loaders whose iterators are always begun anew, wherever the last one was left.
+        self.begun_anew: list[DataLoader[Any]] = []
         # What loaders and iterators there were when they were first seen, and how they were.
         self._before: weakref.WeakKeyDictionary[Any, Mapping[str, object]] = (
             weakref.WeakKeyDictionary()
@@ -89,6 +91,7 @@ class Forgotten:
                 # What is not gated may go through other loaders' iterators.
                 gated = data_pass is None or data_pass.draws is not None
                 own = data_pass is not None and data_pass.draws is each._sampler_iter
+                own |= any(each._index_sampler is one._index_sampler for one in self.begun_anew)
                 if gated and not own and _is_half_way(each):
                     yield _HALF_WAY
 

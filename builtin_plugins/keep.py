@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from typing import Literal
 
 import attrs
 
 import hookbus
-from builtin_plugins.rules import check_count, spell
+from builtin_plugins.rules import check_count, spell, warn_once
 from hookbus.errors import CallError
-
-logger = logging.getLogger("hookbus")
 
 Checkpoints = Sequence[hookbus.Checkpoint]
 
@@ -29,12 +25,6 @@ class Keep:
         if not isinstance(other, Keep):
             return NotImplemented
         return _AnyOf((self, other))
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    """Log a warning, once in this process."""
-    logger.warning(text)
 
 
 @attrs.frozen
@@ -71,7 +61,7 @@ class KeepBest(Keep):
     def choose(self, checkpoints: Checkpoints) -> Checkpoints:
         names = {name for each in checkpoints for name in each.metrics}
         if names and self.metric not in names:
-            _warn(f"KeepBest({self.metric!r}): no checkpoint has it; they have {sorted(names)}")
+            warn_once(f"KeepBest({self.metric!r}): no checkpoint has it; they have {sorted(names)}")
         return hookbus.rank(checkpoints, self.metric, self.mode)[: self.count]
 
 

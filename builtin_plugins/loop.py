@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 import hookbus
 from builtin_plugins.course import Course
 from builtin_plugins.data_pass import Repeat
@@ -128,6 +130,24 @@ class Loop:
             LoopError: nothing is being handed out.
         """
         self._course.finish()
+
+    # -- for who drives it from outside --------------------------------------------------------
+
+    def end_body(self) -> None:
+        """Count the batch in hand as done, without asking for the next one."""
+        self._course.end_body()
+
+    def end_epoch(self) -> None:
+        """Count the epoch in hand as done, without asking for the next one."""
+        self._course.end_epoch()
+
+    def take_place(self) -> None:
+        """Put the streams where the resumed run stands, without handing anything out."""
+        self._course.put_streams()
+
+    def let_begin_anew(self, loader: DataLoader[Any]) -> None:
+        """Take it that every iterator of ``loader`` is begun anew, also where one was left."""
+        self._forgotten.begun_anew.append(loader)
 
     # -- what the bus asks ---------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import attrs
 from torch import nn
 
 import hookbus
+from builtin_plugins import metric_state
 from builtin_plugins.module_state import (
     compare,
     compare_frozen,
@@ -104,6 +105,8 @@ class Model:
             "checkpoint": checkpoint,
         }
         save.write(rest, part="rest", per_rank=None)
+        if metrics := _find_metrics(module):
+            save.write(metric_state.collect(metrics), part="metrics", per_rank=None)
 
     @hookbus.hookimpl
     def on_setup(self, stage: str) -> None:
@@ -134,12 +137,15 @@ class Model:
             live = {name: v for name, v in live.items() if name in saved or name not in frozen}
         faults = compare(saved, live, list_own_loaders(module, self._rename_keys(rest["metadata"])))
         faults += compare_ties(saved, module)
+        metrics = _find_metrics(module)
         # Only their names: a cache may have grown, or be made by the first forward.
         faults += compare(
             dict.fromkeys(self._rename_keys(rest["buffers"])),
             dict.fromkeys(name for name, *_ in list_extra_buffers(module)),
+            metrics,
         )
         if _goes_on(resume):
+            faults += metric_state.compare(self._look_at_metrics(resume), metrics)
             was_frozen = {rename(name, self.rename) for name in rest["frozen"]}
             faults += compare_frozen(was_frozen, frozen, [name for name in live if name in saved])
         if not faults:
@@ -191,6 +197,10 @@ class Model:
             changed = restore_training(module, self._rename_keys(rest["training"]))
             if changed:
                 resume.note(f"modes put back: {list_some(changed)}")
+            if "metrics" in resume.parts:
+                gathered = self._rename_keys(resume.read("metrics"))
+                metric_state.grow(gathered, _find_metrics(module))
+                metric_state.restore(gathered, _find_metrics(module))
 
     @hookbus.hookimpl
     def resume_end(self, resume: hookbus.Resume) -> None:
@@ -224,6 +234,10 @@ class Model:
         state: dict[str, Any] = resume.read(part, targets=targets)
         return state.items()
 
+    def _look_at_metrics(self, resume: hookbus.Resume) -> dict[str, Any]:
+        found = resume.metadata("metrics").state if "metrics" in resume.parts else {}
+        return self._rename_keys(found)
+
     def _rename_keys(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         renamed = {rename(name, self.rename): value for name, value in saved.items()}
         if len(renamed) < len(saved):
@@ -239,6 +253,10 @@ def _list_parts(resume: hookbus.Resume) -> list[str | None]:
 def _look_at_state(resume: hookbus.Resume) -> dict[str, Any]:
     parts = (resume.metadata(part).state for part in _list_parts(resume))
     return {name: info for state in parts for name, info in state.items()}
+
+
+def _find_metrics(module: nn.Module) -> dict[str, Any]:
+    return metric_state.pick_metrics((name, each) for _, name, each in list_modules(module))
 
 
 def _goes_on(resume: hookbus.Resume) -> bool:
@@ -257,7 +275,9 @@ def plugin_for(name: str, component: object) -> Model | None:
     if not isinstance(component, nn.Module):
         return None
     grows = any(hasattr(find_innermost(component), each) for each in ("setup", "configure_model"))
-    if not grows and next(list_tensors(component), None) is None and not component.state_dict():
+    is_empty = next(list_tensors(component), None) is None and not component.state_dict()
+    holds_metrics = not metric_state.is_metric(component) and _find_metrics(component)
+    if is_empty and not grows and not holds_metrics:
         raise AttachError(
             f"{name}: {type(component).__name__} has neither parameters nor buffers and its "
             "state_dict() is empty, so nothing of it would be saved; leave it out of attach(), or "

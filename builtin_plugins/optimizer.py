@@ -55,6 +55,7 @@ class Optimizer:
     def resume_start(self, resume: hookbus.Resume) -> None:
         self._names = self._find_names(resume.components)
         for state in self._states:
+            state.note_given()
             state.gradients.watch()
             state.gradients.in_run = resume.stage == "fit"
 

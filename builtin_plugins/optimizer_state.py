@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -34,6 +35,8 @@ class OptimizerState:
     outermost: Any
     chain: list[Any] = attrs.field(init=False)
     gradients: Gradients = attrs.field(init=False)
+    # What the script gave; optimizers count in their options too.
+    given: list[dict[str, Any]] = attrs.field(factory=list, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.chain = [self.outermost]
@@ -51,6 +54,18 @@ class OptimizerState:
     def optimizer(self) -> torch.optim.Optimizer:
         innermost: torch.optim.Optimizer = self.chain[-1]
         return innermost
+
+    def note_given(self) -> None:
+        """Take the options that there are now for those that the script gave, the first time."""
+        self.given = self.given or [
+            {key: copy.copy(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+            for group in self.optimizer.param_groups
+        ]
+
+    def _is_given(self, i: int, key: str, was: Mapping[str, Any]) -> bool:
+        """Whether the script gave the same, and the optimizer has changed it by itself."""
+        now = self.given[i] if i < len(self.given) else {}
+        return key in was and key in now and is_same(was[key], now[key])
 
     def list_parameters(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -82,8 +97,9 @@ class OptimizerState:
                 {
                     "parameters": {names[id(p)]: list(p.shape) for p in group["params"]},
                     "options": {k: v for k, v in saved.items() if k not in _NOT_OPTIONS},
+                    "given": self.given[i] if i < len(self.given) else {},
                 }
-                for group, saved in groups
+                for i, (group, saved) in enumerate(groups)
             ],
             "state": state,
             "on_cpu": on_cpu,
@@ -169,8 +185,14 @@ class OptimizerState:
         optimizer = self.optimizer
         fitting = self.find_fitting(saved, names)
         originals = [dict(group) for group in optimizer.param_groups]
-        options = [_choose_options(saved["groups"], group, names) for group in originals]
-        changes = _list_changes(originals, options)
+        chosen_groups = [_choose_group(saved["groups"], group, names) for group in originals]
+        options = [group["options"] for group in chosen_groups]
+        changes = [
+            (f"{key} of group {i}", was, now, key in _OF_THE_RUN)
+            for i, key, was, now in _list_changes(originals, options)
+            if not self._is_given(i, key, chosen_groups[i].get("given", {}))
+        ]
+        self.given = [dict(group.get("given", {})) for group in chosen_groups]
 
         for wrapper, state in zip(self.chain, saved["wrappers"], strict=False):
             if state is not None:
@@ -273,30 +295,25 @@ def _list_kept_on_cpu(parameter: torch.Tensor, state: Mapping[str, Any]) -> list
     ]
 
 
-def _choose_options(
+def _choose_group(
     saved: Sequence[Mapping[str, Any]], group: Mapping[str, Any], names: Mapping[int, str]
-) -> dict[str, Any]:
-    """Return the options of the saved group that has most of the parameters of ``group``."""
+) -> Mapping[str, Any]:
+    """Return the saved group that has most of the parameters of ``group``."""
     ours = {names[id(p)] for p in group["params"]}
     nearest = max(saved, key=lambda each: len(ours & each["parameters"].keys()))
-    options: dict[str, Any] = nearest["options"]
-    return options if ours & nearest["parameters"].keys() else {}
+    return nearest if ours & nearest["parameters"].keys() else {"options": {}}
 
 
 def _list_changes(
     originals: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]]
-) -> list[tuple[str, Any, Any, bool]]:
-    """Return setting, saved and live value, and whether the run's is used, where they differ."""
-    changes = []
+) -> Iterator[tuple[int, str, Any, Any]]:
+    """Yield group, option, and the saved and the live value, where they differ."""
     for i, (original, chosen) in enumerate(zip(originals, options, strict=True)):
         for key in chosen:
             if key not in original or _SCHEDULED.get(key) in chosen:
                 continue
-            if is_same(original[key], chosen[key]):
-                continue
-            setting = f"{key} of group {i}"
-            changes.append((setting, chosen[key], original[key], key in _OF_THE_RUN))
-    return changes
+            if not is_same(original[key], chosen[key]):
+                yield i, key, chosen[key], original[key]
 
 
 def is_same(one: Any, other: Any) -> bool:

@@ -39,7 +39,8 @@ class Preemption:
     it, and training breaks without them.
 
     ``grace`` is how many seconds are left after the signal: a WARNING says when that is less than
-    the longest way to a safe point and the save have taken.
+    the longest way to a safe point and the save may take, and before that the rest of one that is
+    being written behind training.
     """
 
     kind = "preemption"
@@ -72,6 +73,8 @@ class Preemption:
 
     @hookbus.hookimpl
     def bus_open(self, bus: hookbus.HookBus) -> None:
+        if any(isinstance(e.plugin, Preemption) for e in bus.plugins if e.plugin is not self):
+            raise CallError("there is a Preemption on this bus already; give it all the signals=")
         self._bus = bus
         if bus.resumed:
             self._begin()
@@ -115,10 +118,12 @@ class Preemption:
     @hookbus.hookimpl
     def save_end(self, checkpoint: hookbus.Checkpoint) -> None:
         seconds = checkpoint.seconds or 0.0
+        saves = 2  # one may have begun when the signal comes, and its own waits for it
         if checkpoint.blocked == checkpoint.seconds:
             self._passed_at += seconds  # a save that is waited for is no part of the way
-        if self._grace is not None and self._longest_way + seconds > self._grace:
-            self._warn_of_grace(seconds)
+            saves = 1
+        if self._grace is not None and self._longest_way + saves * seconds > self._grace:
+            self._warn_of_grace(seconds, saves)
 
     @hookbus.hookimpl
     def bus_close(self) -> None:
@@ -175,15 +180,16 @@ class Preemption:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    def _warn_of_grace(self, seconds: float) -> None:
+    def _warn_of_grace(self, seconds: float, saves: int) -> None:
         if not self._warned:
             self._warned = True
             logger.warning(
                 "grace=%g is too short: the longest way to a safe point took %.1f s, and a save"
-                " %.1f s; ask for more time, or save less",
+                " %.1f s%s; ask for more time, or save less",
                 self._grace,
                 self._longest_way,
                 seconds,
+                ", behind one that may be under way" if saves == 2 else "",
             )
 
 

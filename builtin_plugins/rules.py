@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import attrs
 
 from hookbus.errors import CallError
+
+logger = logging.getLogger("hookbus")
 
 
 def check_count(rule: Any, attribute: object, value: Any) -> None:
@@ -28,6 +32,12 @@ def check_positive(rule: Any, attribute: object, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < float("inf"):
         raise CallError(f"pass a number above 0, not {spell(rule)}")
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning, once in this process."""
+    logger.warning(text)
 
 
 def spell(rule: Any) -> str:

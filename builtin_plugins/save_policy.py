@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import hookbus
@@ -32,11 +36,15 @@ class SavePolicy:
             raise CallError(f"when={when!r}: pass a rule such as EverySteps(500)")
         if keep is not None and not isinstance(keep, Keep):
             raise CallError(f"keep={keep!r}: pass a rule such as KeepLast(3)")
+        if not isinstance(wait, bool):
+            raise CallError(f"wait={wait!r}: pass True or False")
         self.when, self.keep, self.wait = when, keep, wait
         self._bus: hookbus.HookBus | None = None
         self._checkpoints: list[hookbus.Checkpoint] = []
+        self._is_tidy = False
         self._step_before = 0
         self._saved_at = time.monotonic()
+        self._seconds_before = 0.0
         self._blocked: float | None = None
         self._writing: float | None = None
 
@@ -49,6 +57,8 @@ class SavePolicy:
                 " one of them keep=A | B"
             )
         self._bus = bus
+        if bus.run is not None:
+            self._begin(bus.run)
 
     @hookbus.hookimpl
     def bus_close(self) -> None:
@@ -56,33 +66,25 @@ class SavePolicy:
 
     @hookbus.hookimpl
     def resume_end(self, resume: hookbus.Resume) -> None:
-        if resume.stage != "fit":
-            return
-        self._checkpoints = hookbus.checkpoints(resume.run) if self.keep else []
-        self._step_before, self._saved_at = 0, time.monotonic()
-        self._blocked = self._writing = None
-        if self.when is None:
-            return
-        loop = self._bus.loop if self._bus is not None else None
-        if loop is None:
-            logger.warning("SavePolicy(when=%s): there is no loop on the bus to save by", self.when)
-        else:
-            self._step_before = loop.step
-        try:
-            self._read_history(hookbus.history(resume.run))
-        except HookbusError as error:  # figures only
-            logger.warning("%s", error)
+        if resume.stage == "fit":
+            self._begin(resume.run)
 
     @hookbus.hookimpl
     def safe_point(self, loop: Any) -> None:
-        if self.when is None or self._bus is None or not self._bus.ranks.is_first:
+        if self._bus is None or not self._bus.ranks.is_first:
             return  # of several processes the first decides: each has a clock of its own
+        if not self._is_tidy and self._bus.last is not None:  # a start may have died before that
+            self._delete_others(self._bus.last)
+        if self.when is None:
+            return
+        running = time.monotonic() - self._saved_at
         moment = Moment(
             step=loop.step,
             step_before=self._step_before,
-            epoch=loop.epoch,
+            epoch=loop.epoch if loop.position["where"] != "start" else None,
             epoch_ended=loop.epoch_ended,
-            seconds=time.monotonic() - self._saved_at,
+            seconds=self._seconds_before + running,
+            running=running,
             saving=self._bus.saving,
             blocked=self._blocked,
             writing=self._writing,
@@ -93,7 +95,7 @@ class SavePolicy:
 
     @hookbus.hookimpl
     def save_start(self, save: hookbus.Save) -> None:
-        self._saved_at = time.monotonic()
+        self._saved_at, self._seconds_before = time.monotonic(), 0.0
 
     @hookbus.hookimpl
     def save_end(self, checkpoint: hookbus.Checkpoint) -> None:
@@ -101,23 +103,67 @@ class SavePolicy:
         self._delete_others(checkpoint)
         self._note_cost(checkpoint.blocked, checkpoint.seconds, time.monotonic() - started)
 
-    def _delete_others(self, checkpoint: hookbus.Checkpoint) -> None:
+    # -- inside --------------------------------------------------------------------------------
+
+    def _begin(self, run: Path) -> None:
+        """Learn what is on the disk, and what the last saves were like."""
+        self._checkpoints = hookbus.checkpoints(run) if self.keep else []
+        self._is_tidy = not self.keep
+        self._step_before, self._saved_at, self._seconds_before = 0, time.monotonic(), 0.0
+        self._blocked = self._writing = None
+        if self.when is None:
+            return
+        loop = self._bus.loop if self._bus is not None else None
+        if loop is None:
+            logger.warning("SavePolicy(when=%s): there is no loop on the bus to save by", self.when)
+        else:
+            self._step_before = loop.step
+        try:
+            self._read_history(hookbus.history(run))
+        except HookbusError as error:  # figures only
+            logger.warning("%s", error)
+
+    def _delete_others(self, newest: hookbus.Checkpoint) -> None:
+        """Delete what no rule keeps beside the newest checkpoint."""
+        self._is_tidy = True
         if self.keep is None or self._bus is None or not self._bus.ranks.is_first:
             return
-        ours = [each for each in self._checkpoints if each.run_id == checkpoint.run_id]
         # What is not deleted yet is asked for again.
-        self._checkpoints = [*(each for each in ours if each.path.exists()), checkpoint]
-        kept = {each.path for each in (*self.keep.choose(self._checkpoints), checkpoint)}
-        others = [each for each in self._checkpoints if each.path not in kept]
+        others = [
+            each
+            for each in self._checkpoints
+            if each.run_id == newest.run_id and each.path != newest.path and each.path.exists()
+        ]
+        self._checkpoints = [*others, newest]
+        kept = {each.path for each in (*self._choose(self.keep), newest)}
         try:
-            self._bus.delete(*others, why="no rule keeps it", wait=self.wait)
+            self._bus.delete(
+                *(each for each in others if each.path not in kept),
+                why="no rule keeps it",
+                wait=self.wait,
+            )
         except HookbusError as error:
             logger.warning("not everything is deleted: %s", error)
 
+    def _choose(self, keep: Keep) -> Sequence[hookbus.Checkpoint]:
+        chosen = keep.choose(self._checkpoints)
+        if not isinstance(chosen, Sequence):
+            raise CallError(
+                f"{type(keep).__qualname__}.choose returned a {type(chosen).__qualname__}; return"
+                " those to keep of the checkpoints that it is given"
+            )
+        return chosen
+
     def _read_history(self, records: list[dict[str, Any]]) -> None:
+        since = None
         for record in records:
             if record["event"] == "save":
                 self._note_cost(record.get("blocked"), record.get("seconds"))
+            if record["event"] == "save" or (record["event"] == "start" and since is None):
+                since = record.get("time")
+        with contextlib.suppress(TypeError, ValueError):  # a line may be anything
+            passed = datetime.now(UTC) - datetime.fromisoformat(since)  # type: ignore[arg-type]
+            self._seconds_before = max(passed.total_seconds(), 0.0)  # clocks may be set back
 
     def _note_cost(self, blocked: object, seconds: object, more: float = 0.0) -> None:
         """Note what a save cost, if it was of the sort that this policy asks for."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from builtin_plugins.rules import check_count, check_positive, spell
+from builtin_plugins.rules import check_count, check_positive, spell, warn_once
 from hookbus.errors import CallError
 
 
@@ -12,17 +12,19 @@ from hookbus.errors import CallError
 class Moment:
     """A safe point, as a rule sees it.
 
-    ``step_before`` is the step at the safe point before this one. ``seconds`` have passed since
-    the state was last saved, and ``saving`` says that it is still being written. ``blocked`` is
-    how many seconds training stood still for the last save, ``writing`` how many it took in all;
-    ``None`` where no save was measured yet.
+    ``step_before`` is the step at the safe point before this one. ``epoch`` is ``None`` where there
+    are none: in ``loop.steps(n)`` without a loader. ``seconds`` have passed since the state was
+    last saved, by this start of the run or another; ``running`` are those of this start. ``saving``
+    says that it is still being written. ``blocked`` is how many seconds training stood still for
+    the last save, ``writing`` how many it took in all; ``None`` where no save was measured yet.
     """
 
     step: int
     step_before: int
-    epoch: int
+    epoch: int | None
     epoch_ended: bool
     seconds: float
+    running: float
     saving: bool
     blocked: float | None
     writing: float | None
@@ -59,7 +61,10 @@ class EverySteps(When):
 
 @attrs.frozen
 class EverySeconds(When):
-    """Save at the first safe point ``seconds`` after the last save, whoever asked for that."""
+    """Save at the first safe point ``seconds`` after the last save, whoever asked for that.
+
+    The time goes on between two starts, so that a run which never lasts so long is saved too.
+    """
 
     seconds: float = attrs.field(validator=check_positive)
 
@@ -77,6 +82,9 @@ class EveryEpochs(When):
     epochs: int = attrs.field(default=1, validator=check_count)
 
     def is_due(self, moment: Moment) -> bool:
+        if moment.epoch is None:
+            warn_once(f"{spell(self)}: loop.steps(n) without a loader has no epochs")
+            return False
         return moment.epoch_ended and (moment.epoch + 1) % self.epochs == 0
 
     def __str__(self) -> str:
@@ -102,7 +110,8 @@ class OverheadTarget(When):
     def is_due(self, moment: Moment) -> bool:
         if moment.blocked is None or moment.writing is None:
             return moment.step > 0 and not moment.saving
-        return moment.seconds >= max(moment.blocked / self.share, moment.writing)
+        due = moment.running >= max(moment.blocked / self.share, moment.writing)
+        return due and not moment.saving  # the last one may take longer than the one before it
 
     def __str__(self) -> str:
         return f"{self.share:.0%} of the time"

@@ -29,7 +29,7 @@ class Background(Generic[T]):
     def __init__(self, run: Path, what: str, work: Callable[[], T]) -> None:
         self.run = run
         self.what = what
-        self._work = work
+        self._work: Callable[[], T] | None = work
         self._result: list[T] = []
         self._error: BaseException | None = None
         self._begun, self._over = threading.Event(), threading.Event()
@@ -84,12 +84,13 @@ class Background(Generic[T]):
     def _run(self) -> None:
         self._begun.set()
         try:
-            if not self._given_up:
+            if self._work is not None and not self._given_up:
                 self._result.append(self._work())
         except BaseException as error:  # torch has errors that are no Exception
             self._error = error
             logger.error("%s failed: %s: %s", self.what, type(error).__name__, error)
         finally:
+            self._work = None  # it may hold a state, or what was done before it
             with self._guard:
                 self._end()
             if self._then is not None:

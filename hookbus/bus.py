@@ -20,9 +20,10 @@ from hookbus.choosing import check_run, choose, choose_together
 from hookbus.entry_points import Failed
 from hookbus.errors import AttachError, BusError, CallError, SaveError, SequenceError
 from hookbus.logs import say
+from hookbus.many_ranks import find_ranks
 from hookbus.ordering import Place, warn_of_unknown_words
 from hookbus.plugins import Plugins
-from hookbus.ranks import ALONE, Ranks, find_ranks
+from hookbus.ranks import ALONE, Ranks
 from hookbus.registration import EVENTS, Registered
 from hookbus.relay import Relay
 from hookbus.report import Report
@@ -113,6 +114,16 @@ class HookBus:
     def ranks(self) -> Ranks:
         """The processes of the run, as they were at the last resume."""
         return self._ranks
+
+    @property
+    def run(self) -> Path | None:
+        """The run directory that is trained and saved into, if there is one."""
+        return self._saver.writer.run if self._saver is not None else None
+
+    @property
+    def last(self) -> Checkpoint | None:
+        """The newest committed checkpoint of the run, if it has one."""
+        return self._saver.writer.last if self._saver is not None else None
 
     @property
     def saving(self) -> bool:

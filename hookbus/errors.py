@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 
 class HookbusError(Exception):
@@ -149,7 +150,7 @@ class RankError(HookbusError):
 class LawError(HookbusError, AssertionError):
     """A plugin breaks laws; ``report`` has what came of each."""
 
-    def __init__(self, message: str, report: object) -> None:
+    def __init__(self, message: str, report: Any) -> None:
         super().__init__(message)
         self.report = report
 

@@ -278,7 +278,8 @@ def _list_ranks(ranks: range) -> str:
 
 
 def _tell_changes(resume: Resume) -> None:
-    if resume.report.changes and resume.stage == "fit" and not resume.fresh:
+    tells = resume.ranks.is_first and resume.stage == "fit" and not resume.fresh
+    if tells and resume.report.changes:
         changes = "\n  ".join(map(str, resume.report.changes))
         if any(change.then == "keep" for change in resume.report.changes):
             changes += "\n  (where the saved one is used, set the run's after bus.resume())"

@@ -240,10 +240,10 @@ class RunWriter:
     def delete_behind(self, checkpoints: Sequence[Checkpoint], why: str) -> None:
         """Do the same behind training; what could not be deleted is a WARNING."""
         before, newest = self._deleting, self.last
+        waits = before.wait if before is not None and not before.done else lambda: 0.0
 
         def work() -> None:
-            if before is not None:
-                before.wait()
+            waits()
             for path, problem in self._delete(checkpoints, why, newest).items():
                 if not isinstance(problem, CheckpointNotFoundError) or path.exists():
                     logger.warning("%s is not deleted: %s", path, problem)
@@ -295,7 +295,7 @@ class RunWriter:
             step=resume.step,
             checkpoint=str(resume.checkpoint.path) if resume.checkpoint else None,
             run_id=self.run_id,
-            changes=[str(change) for change in resume.report.changes],
+            changes=[attrs.asdict(change) for change in resume.report.changes],
             versions=dict(read_versions()),
         )
 

@@ -104,9 +104,10 @@ class Saver:
         """Write the save that was asked for, if any, and wait: the bus closes."""
         handled = self._find_exception()
         if handled is None or isinstance(handled, SystemExit):
+            # Others are only met if there is something to write: they may have more to do.
             if self.asked.wanted is not None:  # a copy would only be waited for
                 self.asked.wanted = attrs.evolve(self.asked.wanted, wait=True)
-            self.write_asked()
+                self.write_asked()
         elif self.asked.wanted is not None:
             self.asked.wanted = None
             logger.warning(

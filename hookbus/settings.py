@@ -26,12 +26,15 @@ def read_settings() -> dict[str, object]:
         "float32 matmul precision": precision,
         "machine": platform.machine(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "flush denormal": not torch.tensor(1e-310, dtype=torch.float64).mul(0.5).item(),
     }
     if torch.cuda.is_available():
         settings |= {
             "device": torch.cuda.get_device_name(),
             "cudnn.benchmark": torch.backends.cudnn.benchmark,
             "cudnn.deterministic": torch.backends.cudnn.deterministic,
+            "cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
             "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         }
     return settings

@@ -253,6 +253,26 @@ def break_in_saves(gang: Gang, cases: list[tuple[bool, int]]) -> dict[str, Any]:
     return told
 
 
+def lose_a_file(gang: Gang) -> dict[str, Any]:
+    """Let a list that rank 1 wrote be gone by the commit, as on a disk that is not everybody's."""
+    run = gang.folder / "run"
+
+    def lose() -> None:
+        for path in run.glob(".*tmp/rng/rank00001.json"):
+            path.unlink()
+
+    def act(rank: int) -> str:
+        # The list of the streams is not the last thing that it writes.
+        return train(run, DiskCount(25 if rank == 1 else -1, lose))
+
+    ends = gang.start(act)
+    return {
+        "ends": [end.told for end in ends],
+        "checkpoints": [path.name for path in run.glob("step-*")],
+        "left": [path.name for path in run.glob(".*tmp")],
+    }
+
+
 def leave_one_behind(gang: Gang) -> list[Any]:
     """Break on rank 1 in the script, while rank 0 goes on to its next safe point."""
 
@@ -353,6 +373,22 @@ def go_apart(gang: Gang) -> list[Any]:
     return [{**end.told, "seconds": end.seconds} for end in gang.start(act)]
 
 
+def close_early(gang: Gang) -> list[int]:
+    """Close on rank 1 while rank 0 waits for it in a collective of the script's own."""
+
+    def act(rank: int) -> None:
+        with hookbus.HookBus() as bus:
+            bus.attach(model=nn.Linear(2, 2), loop=Loop())
+            bus.resume(gang.folder / "run")
+            bus.save()
+            if rank == 0:
+                dist.barrier()
+        if rank == 1:
+            dist.barrier()
+
+    return [end.status for end in gang.start(act)]
+
+
 # -- what one asks for, all do -------------------------------------------------------------------
 
 
@@ -450,6 +486,19 @@ def damage(gang: Gang) -> dict[str, Any]:
         "moved": [path.name for path in run.glob("damaged-*")],
         "left": [path.name for path in run.glob(".*tmp")],
     }
+
+
+def save_own(gang: Gang) -> None:
+    """Leave a checkpoint in which each process has its own of a section."""
+
+    def act(rank: int) -> None:
+        with hookbus.HookBus() as bus:
+            own = {"rank": rank, "tensor": torch.full((5,), float(rank))}
+            bus.attach(model=nn.Linear(2, 2), own=own)
+            bus.resume(gang.folder / "run")
+            bus.save(step=1)
+
+    assert [end.status for end in gang.start(act)] == [0] * gang.world_size
 
 
 # -- another number of processes -----------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact import Build, seed
+from exact import Build, Where, seed
 from scenes import data_scene, training_scene
 from test_exact_data import IN_PROCESS
 from test_exact_workers import LOADERS as WORKERS
@@ -107,22 +107,22 @@ def test_an_exact_run_passes_and_tells_what_was_compared() -> None:
 
 
 def check_scene(build: Build, **options: Any) -> ExactReport:
+    """Record the weights after each body and each epoch, and save after every second of these."""
+
     def run_scene(run: Path, record: Recorder) -> None:
         seed(0)
         parts, loop = build(), Loop()
         with hookbus.HookBus() as bus:
             bus.attach(**parts.attached, loop=loop)
             bus.resume(run)
-            for epoch in loop.epochs(parts.epochs):
-                parts.head(epoch)
-                for x in loop.batches(parts.loader, **parts.options):
-                    parts.body(loop.batch, x)
-                    record(batch=x)
-                    if loop.batch % 2 == 0:
-                        bus.save()
-                parts.tail(epoch)
-                record(epoch=epoch)
-                bus.save()
+
+            def save(where: Where) -> None:
+                weights = parts.attached["model"].state_dict()
+                record(where=list(where), weights=dict(weights))
+                if sum(where[1:]) % 2 == 0 or where[0] == "tail":
+                    bus.save()
+
+            parts.run(loop, save)
 
     return assert_exact_resume(run_scene, **options)
 
@@ -142,6 +142,7 @@ def test_all_that_hookbus_restores_is_seen_to_be_exact(name: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("name", [*IN_PROCESS, *WORKERS])
 def test_every_loader_is_seen_to_be_exact(name: str) -> None:
     check_scene({**IN_PROCESS, **WORKERS}[name])
@@ -174,6 +175,29 @@ def test_a_run_without_a_loop_names_its_places_itself() -> None:
 
     with pytest.raises(ExactnessError, match=r"record 5 \(step 5\): number is \[2\] float32 \(1.5"):
         assert_exact_resume(count_wrongly)
+
+
+def test_a_checkpoint_more_is_no_difference() -> None:
+    """As a signal may bring it about, in the middle of a step that is saved at its end as well."""
+
+    class SavesMore(Scene):
+        def open_batches(self) -> Iterator[Any]:
+            for x in super().open_batches():
+                yield x
+                if resumed and self.loop.step == 3:
+                    self.bus.save()
+
+        def register(self, bus: hookbus.HookBus) -> None:
+            self.bus = bus
+
+        def train(self, run: Path, record: Recorder) -> Any:
+            nonlocal resumed
+            resumed = run.exists()
+            return super().train(run, record)
+
+    resumed = False
+    report = assert_exact_resume(lambda run, record: SavesMore().train(run, record), cuts=[4])
+    assert report.runs[0].resumed_after == (2,)
 
 
 # -- runs that are not --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -22,7 +23,8 @@ from scenes import training_scene
 from torch import nn
 
 import hookbus
-from builtin_plugins import Loop
+from builtin_plugins import KeepLast, Loop, SavePolicy
+from hookbus.background import Background
 from hookbus.checkpoint import Staging
 from hookbus.errors import CallError, SaveError, WriteError
 from hookbus.save import Save
@@ -341,6 +343,19 @@ def test_memory_does_not_grow_over_a_hundred_saves(tmp_path: Path) -> None:
     result = subprocess.run(child, capture_output=True, text=True, check=True)
     early, late = map(int, result.stdout.split())
     assert late - early < 10  # MiB; the state has 30
+
+
+def test_nothing_of_older_saves_is_kept_alive(tmp_path: Path) -> None:
+    """Of two hundred saves whose older ones are deleted behind training."""
+    with make_bus(a=Keeper(), policy=SavePolicy(keep=KeepLast(2))) as bus:
+        bus.resume(tmp_path)
+        for step in range(200):
+            bus.save(step=step, wait=False)
+        bus.wait()
+        gc.collect()
+        kinds = [type(each) for each in gc.get_objects()]
+        assert kinds.count(Background) <= 2
+        assert kinds.count(hookbus.Checkpoint) <= 4
 
 
 # -- scripts ------------------------------------------------------------------------------------

@@ -145,6 +145,16 @@ def test_a_loader_goes_on_bit_for_bit(name: str, tmp_path) -> None:
     check_exact(LOADERS[name], tmp_path, every=1 if "workers" not in name else 2)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torchdata_goes_on_in_a_stream_that_is_cut_again_in_the_same_epoch(
+    workers: int, tmp_path
+) -> None:
+    """It counts what it loads again twice, so that it said a place further on the second time."""
+    build = make_scene(stateful(workers, Stream))
+    cuts: list[Where] = [("body", 1, 2), ("body", 1, 3), ("body", 1, 4)]
+    assert cut_and_go_on(build, tmp_path, cuts) == run_plain(build)
+
+
 def test_torchdata_goes_on_in_a_stream_with_a_state_in_workers(tmp_path) -> None:
     # Not at the last batches: there torchdata itself starts such a worker's stream again.
     build = make_scene(stateful(2, Resumable))

@@ -35,8 +35,10 @@ def read_newest(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("example", ["train", "events_by_hand", "gan", "rl"])
+@pytest.mark.parametrize("example", ["train", "events_by_hand", "gan", "rl", "lightning_bridge"])
 def test_an_example_goes_on_from_any_of_its_checkpoints_bit_for_bit(example, tmp_path) -> None:
+    if example == "lightning_bridge":
+        pytest.importorskip("lightning", reason="lightning is not installed")
     first = tmp_path / "first"
     assert "a fresh start" in run(example, first).stderr
     steps = [checkpoint.step for checkpoint in hookbus.checkpoints(first)]

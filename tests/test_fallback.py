@@ -244,10 +244,16 @@ def test_changed_settings_are_in_the_history(
     finally:
         torch.set_num_threads(threads)
     start = [record for record in hookbus.history(tmp_path) if record["event"] == "start"][-1]
-    assert start["changes"] == [
-        f"threads: saved {threads}, run has {threads + 1}; the run's is used, so not bit"
-        " for bit (it decides how sums round)"
-    ]
+    [change] = start["changes"]
+    assert change["why"] == "it decides how sums round"
+    values = {name: change[name] for name in ("setting", "saved", "now", "then", "exact")}
+    assert values == {
+        "setting": "threads",
+        "saved": str(threads),
+        "now": str(threads + 1),
+        "then": "adapt",
+        "exact": False,
+    }
 
 
 def test_a_fallback_stays_in_its_run(tmp_path: Path) -> None:

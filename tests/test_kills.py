@@ -32,7 +32,7 @@ def kill(folder: Path, kills: int, seed: int, breach: str = "") -> subprocess.Co
 def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     kills: int, folder: Path
 ) -> None:
-    """Source: NVIDIA-NeMo/Speech#7952; petuum/adaptdl#81."""
+    """Source: NVIDIA-NeMo/Speech#7952; petuum/adaptdl#81; KempnerInstitute/KempnerForge#102."""
     result = kill(folder, kills, seed=kills)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)

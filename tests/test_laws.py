@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,8 +23,6 @@ from hookbus.testing.restoring import UNKNOWN
 from hookbus.testing.verdict import LAWS
 
 KEYS = [law.key for law in LAWS]
-# The bus refuses versions that a plugin does not know, where it knows of migrations.
-SKIP = () if "migrate" in hookbus.__all__ else ("version",)
 
 
 def hookbus_version() -> str:
@@ -58,9 +57,8 @@ class Average:
 
     @hookbus.hookimpl
     def check_state(self, resume: hookbus.Resume) -> None:
-        saved = resume.metadata().version
-        if saved != self.version:
-            resume.problem(f"saved as version {saved}, and version {self.version} is known")
+        if resume.metadata().state["count"] < 0:
+            resume.problem("counted backwards")
 
     @hookbus.hookimpl
     def restore_training_state(self, resume: hookbus.Resume) -> None:
@@ -184,15 +182,9 @@ class ReadsAnyVersion(Average):
 
     version = UNKNOWN + 1
 
-    @hookbus.hookimpl
-    def check_state(self, resume: hookbus.Resume) -> None:
-        pass
-
-    if not SKIP:
-
-        @hookbus.migrate("average", UNKNOWN, UNKNOWN + 1)
-        def bring_on(self, state: Any) -> Any:
-            return state
+    @hookbus.migrate("average", UNKNOWN, UNKNOWN + 1)
+    def bring_on(self, state: Any) -> Any:
+        return state
 
 
 class ForgetsTheCount(Average):
@@ -270,9 +262,6 @@ class Shadow:
     def save_state(self, save: hookbus.Save) -> None:
         save.write(dict(self.module.named_parameters()))
 
-    check_state = Average.check_state
-    version = Average.version
-
     @hookbus.hookimpl
     def restore_model(self, resume: hookbus.Resume) -> None:
         saved = resume.read()
@@ -333,6 +322,12 @@ def test_a_breach_is_caught_and_named(plugin: type[Any], key: str, seen: str) ->
         assert text in str(caught.value)
 
 
+def test_the_page_has_a_line_for_each_law() -> None:
+    page = (Path(hookbus.__file__).parents[1] / "docs" / "plugins.md").read_text()
+    table = page.partition("| law | says |")[2].partition("\n\n")[0]
+    assert re.findall("`([a-z ]+)`(?=, `| \\|)", table) == KEYS
+
+
 def test_every_law_has_a_breach() -> None:
     assert {key for _, key, _ in BREACHES} == set(KEYS)
 
@@ -343,13 +338,36 @@ def test_weights_come_back_after_they_were_built_on_the_meta_device() -> None:
 
 
 def test_all_laws_that_are_broken_are_told_at_once() -> None:
-    class Bad(ReadsAnyVersion, DrawsTorch, ForgetsTheCount):
+    class Bad(KeepsTheResume, DrawsTorch, DrawsInACheck):
         pass
 
-    with pytest.raises(LawError, match="breaks 4 of 16 laws") as caught:
+    with pytest.raises(LawError, match="breaks 3 of 16 laws") as caught:
         check(Bad)
     keys = {each.law.key for each in caught.value.report.broken}
-    assert keys == {"version", "no draws", "fresh", "in place"}
+    assert keys == {"memory", "no draws", "check"}
+
+
+def test_where_nothing_comes_back_no_more_is_told() -> None:
+    with pytest.raises(LawError, match="breaks 1 of 16 laws") as caught:
+        check(ForgetsTheCount)
+    left = {each.law.key: each.seen for each in caught.value.report.results}
+    assert left["twice"] == left["memory"] == left["version"] == ("it could not be restored",)
+
+
+def test_a_long_list_is_looked_at_as_one() -> None:
+    class Long(Average):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache = list(range(200_000))
+
+    class LongAndChanged(Long):
+        def make_state(self) -> Any:
+            self.cache[100_000] += 1
+            return super().make_state()
+
+    assert check(Long).broken == ()
+    with pytest.raises(LawError, match=r"plugin.cache: 200000 values with the hash \w+ → 200000 "):
+        check(LongAndChanged)
 
 
 def test_an_error_of_pytest_and_of_hookbus_at_once() -> None:
@@ -428,7 +446,7 @@ def test_an_installed_plugin_is_checked_by_its_name() -> None:
     def draw(plugin: object) -> None:
         torch.rand(1), random.random(), np.random.rand()
 
-    report = check_plugin("rng", change=draw, skip=SKIP)
+    report = check_plugin("rng", change=draw)
     assert report.plugin == f"plugin 'rng' (hookbus {hookbus_version()}), class Rng"
     with pytest.raises(CallError, match=r"no installed plugin is named 'rgn'; there are .*rng"):
         check_plugin("rgn")
@@ -484,6 +502,11 @@ def test_a_plugin_without_a_section_keeps_what_laws_are_left() -> None:
         check_plugin(NoSection, change=print)
 
 
+class Needy(Average):
+    def __init__(self, shadow: Any, decay: float) -> None:
+        super().__init__()
+
+
 CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: check_plugin(Average), CallError, "plugin 'average' saves a state, so pass change=, "),
     (lambda: check_plugin(Average, change=print, other=Average), CallError, "change= and other= "),
@@ -491,6 +514,7 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: check(Average, skip=("twic",)), CallError, "skip=('twic',): there is no such law; "),
     (lambda: check(Average, skip="twice"), CallError, "skip='twice': pass a tuple of words"),
     (lambda: check(Average, may_change=[1]), CallError, "may_change=[1]: pass a tuple of words"),
+    (lambda: check_plugin(Needy), CallError, "make needs shadow, decay, and nothing but bus can b"),
     (lambda: check_plugin(lambda: None), CallError, "make() returned None; return the plugin, or"),
     (lambda: check_plugin(object), AttachError, "nobody can look after 'checked' (object); asked"),
     (lambda: check(NotMarked), RegistrationError, "NotMarked.save_state is named like an event"),

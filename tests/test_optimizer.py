@@ -1129,3 +1129,22 @@ def test_an_overridden_state_dict_keeps_what_it_adds(tmp_path: Path) -> None:
 @pytest.mark.parametrize("component", [optim.Adam, [], [1], {}, object()])
 def test_other_things_are_not_claimed(component: object) -> None:
     assert Optimizers().plugin_for(name="x", component=component) is None
+
+
+def test_an_option_that_the_optimizer_or_a_scheduler_changes_is_no_change_of_the_script(
+    tmp_path: Path,
+) -> None:
+    """`ReduceLROnPlateau` leaves no ``initial_lr`` by which a schedule could be told."""
+    for lr, changes in ((0.5, []), (0.5, []), (0.25, ["lr of group 0"])):
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        with hookbus.HookBus() as bus:
+            bus.attach(model=model, optimizer=optimizer, scheduler=scheduler)
+            report = bus.resume(tmp_path).report
+            assert [each.setting for each in report.changes] == changes
+            if report.fresh:
+                scheduler.step(1.0)
+                scheduler.step(2.0)
+                bus.save(step=1)
+        assert optimizer.param_groups[0]["lr"] == 0.05

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
 import threading
 from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from builtin_plugins import (
     SavePolicy,
 )
 from builtin_plugins.keep import Keep
+from builtin_plugins.rules import warn_once
 from builtin_plugins.when import Moment
 from hookbus.checkpoint import RunLock
 from hookbus.errors import CallError, CheckpointNotFoundError, CorruptCheckpointError, SaveError
@@ -152,27 +155,95 @@ def test_the_end_of_an_epoch_is_saved_with_the_weights_and_the_metric_of_its_val
 
 
 def moment(**changes: Any) -> Moment:
-    plain = {"step": 9, "step_before": 8, "epoch": 0, "epoch_ended": False, "seconds": 5.0}
-    return Moment(**{**plain, "saving": False, "blocked": 0.1, "writing": 1.0, **changes})
+    plain = {"step": 9, "step_before": 8, "epoch": 0, "epoch_ended": False, "running": 5.0}
+    return Moment(
+        **{**plain, "seconds": 99.0, "saving": False, "blocked": 0.1, "writing": 1.0, **changes}
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "due"),
     [
-        ({"seconds": 4.9}, False),  # 0.1 s are 2 % of 5 s
-        ({"seconds": 5.0}, True),
-        ({"blocked": 0.2, "seconds": 9.9}, False),
-        ({"blocked": 0.2, "seconds": 10.0}, True),
-        ({"writing": 7.0, "seconds": 6.0}, False),  # it is still being written
-        ({"blocked": None, "writing": None, "seconds": 0.0}, True),  # measure
+        ({"running": 4.9}, False),  # 0.1 s are 2 % of 5 s
+        ({"running": 5.0}, True),
+        ({"blocked": 0.2, "running": 9.9}, False),
+        ({"blocked": 0.2, "running": 10.0}, True),
+        ({"writing": 7.0, "running": 6.0}, False),  # it is still being written
+        ({"blocked": None, "writing": None, "running": 0.0}, True),  # measure
         ({"blocked": None, "writing": None, "step": 0}, False),
         ({"blocked": None, "writing": None, "saving": True}, False),
+        ({"running": 60.0, "saving": True}, False),  # it takes longer than the one before
     ],
 )
 def test_an_overhead_is_kept_by_the_time_that_the_last_save_took(
     changes: dict[str, Any], due: bool
 ) -> None:
     assert OverheadTarget(0.02).is_due(moment(**changes)) is due
+
+
+def test_seconds_go_on_between_two_starts(tmp_path: Path) -> None:
+    """So a run that never lasts so long is saved all the same."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, SavePolicy(when=EverySeconds(1000)), crash_at=1)
+    assert list_steps(tmp_path) == []
+    history = tmp_path / "run.jsonl"
+    began = datetime.now(UTC) - timedelta(seconds=1001)
+    record = json.loads(history.read_text()) | {"time": began.isoformat()}
+    history.write_text(json.dumps(record) + "\n")
+    train(tmp_path, SavePolicy(when=EverySeconds(1000)))
+    assert list_steps(tmp_path) == [1]
+
+
+def test_steps_without_a_loader_have_no_epochs_and_it_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    train(tmp_path, SavePolicy(when=EveryEpochs(3) | EverySteps(4)), steps=6)
+    assert list_steps(tmp_path) == [4]
+    told = [text for text in caplog.messages if "loop.steps(n) without a loader" in text]
+    assert told == ["EveryEpochs(3): loop.steps(n) without a loader has no epochs"]
+
+
+def test_a_policy_that_comes_late_knows_the_run(tmp_path: Path) -> None:
+    train(tmp_path, SavePolicy(when=EverySteps(2)))
+    model, loop = torch.nn.Linear(2, 1), Loop()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hookbus.HookBus() as bus:
+        bus.attach(model=model, optimizer=optimizer, loop=loop)
+        bus.resume(tmp_path, skip=("data",))
+        bus.register(SavePolicy(when=EverySteps(8), keep=KeepLast(1)))
+        for _ in loop.steps(9):
+            model(torch.ones(2)).sum().backward()
+            optimizer.step()
+    assert list_steps(tmp_path) == [8]
+
+
+def test_what_is_superfluous_goes_at_the_first_safe_point(tmp_path: Path) -> None:
+    """A start may have died before it could delete, or may have had no such rule."""
+    train(tmp_path, SavePolicy(when=EverySteps(1)), epochs=1)
+    assert list_steps(tmp_path) == [1, 2, 3, 4]
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, SavePolicy(when=EverySteps(100), keep=KeepLast(2)), crash_at=6)
+    assert list_steps(tmp_path) == [3, 4]
+
+
+def test_checkpoints_of_another_run_take_no_places(tmp_path: Path) -> None:
+    save_losses(tmp_path / "other", [0.1, 0.1], None)
+    run = tmp_path / "run"
+    save_losses(run, [5.0, 1.0, 9.0], None, first=7)
+    for name in ("step-00000001", "step-00000002"):
+        shutil.copytree(tmp_path / "other" / name, run / name)
+    save_losses(run, [7.0], KeepBest("loss"), first=10)
+    assert list_steps(run) == [1, 2, 8, 10]
+
+
+def test_a_rule_that_returns_nothing_is_told_which(tmp_path: Path) -> None:
+    class Mine(Keep):
+        def choose(self, checkpoints: Any) -> Any:
+            return None
+
+    with pytest.raises(CallError, match=r"Mine.choose returned a NoneType; return those to keep"):
+        save_losses(tmp_path, [1.0], Mine())
 
 
 def test_the_overhead_is_known_from_the_history_after_a_resume(tmp_path: Path) -> None:

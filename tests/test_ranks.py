@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from crew import start
 from gang import LIMIT, Server
+from test_hostile_files import reseal
 
+import hookbus
+from hookbus.errors import CorruptCheckpointError, FormatError
 from hookbus.sequence import RESUME_EVENTS
 
 
@@ -27,6 +32,16 @@ def test_a_run_of_several_processes_goes_on_bit_for_bit(world_size: int, tmp_pat
     for told in crew.told:
         plain = told.pop("plain")
         assert told == dict.fromkeys(told, plain)
+
+
+def test_one_of_several_without_a_group_is_told_that_it_is_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with hookbus.HookBus() as bus:
+        bus.resume(tmp_path / "run")
+    assert "there are 2 processes, and torch.distributed is not initialised" in caplog.text
 
 
 # -- one dies ------------------------------------------------------------------------------------
@@ -126,6 +141,17 @@ def test_where_one_breaks_in_a_save_no_checkpoint_is_made_and_all_raise(
         assert told["left"] == [], case
 
 
+def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(gang: Server, folder: Path) -> None:
+    """Source: TensorAuto/OpenTau#396"""
+    told = gang.ask("lose_a_file", folder, 2)
+    for end in told["ends"]:
+        assert "CorruptCheckpointError" in end["kinds"]
+        assert "what rank 1 wrote is not here: " in end["text"]
+        assert "rng/rank00001.json" in end["text"]
+    assert told["checkpoints"] == ["step-00000004"]
+    assert told["left"] == []
+
+
 # -- they differ ---------------------------------------------------------------------------------
 
 
@@ -169,6 +195,10 @@ def test_processes_at_different_places_are_told_so(gang: Server, folder: Path) -
         assert end["text"].startswith("the ranks are at different places: ")
         assert "something else on rank 1" in end["text"]
         assert end["seconds"] < 5
+
+
+def test_closing_waits_for_nobody(gang: Server, folder: Path) -> None:
+    assert gang.ask("close_early", folder, 2) == [0, 0]
 
 
 # -- what one asks for, all do -------------------------------------------------------------------
@@ -218,6 +248,47 @@ def test_the_newest_checkpoint_is_the_newest_that_is_good_for_all(
     assert told["moved"] == ["damaged-step-00000008"]
     assert told["exact"]
     assert told["left"] == []
+
+
+def test_damage_to_any_file_of_any_process_is_found(gang: Server, folder: Path) -> None:
+    gang.ask("save_own", folder, 2)
+    checkpoint = hookbus.open(folder / "run" / "step-00000001")
+    checkpoint.verify()
+    files = [path for path in checkpoint.path.rglob("*") if path.is_file()]
+    own = checkpoint.path / "own"
+    assert {path.name for path in own.iterdir()} == {
+        f"rank0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "safetensors")
+    }
+    for path in files:
+        data = path.read_bytes()
+        for place in range(0, len(data), max(len(data) // 20, 1)):
+            changed = bytearray(data)
+            changed[place] ^= 1
+            for damaged in (bytes(changed), data[:place], data + b" "):
+                path.write_bytes(damaged)
+                with pytest.raises(CorruptCheckpointError):
+                    hookbus.open(checkpoint.path).verify()
+        path.unlink()
+        with pytest.raises(CorruptCheckpointError):
+            hookbus.open(checkpoint.path).verify()
+        path.write_bytes(data)
+    hookbus.open(checkpoint.path).verify()
+
+
+def test_lists_that_no_version_writes_are_refused(gang: Server, folder: Path) -> None:
+    gang.ask("save_own", folder, 2)
+    checkpoint = hookbus.open(folder / "run" / "step-00000001")
+    changes: dict[str, Callable[[dict[str, Any]], object]] = {
+        "section 'own' has lists of 1 processes, and 2 saved it": lambda p: p["ranks"].pop(),
+        "is no list of a rank": lambda p: p["ranks"].__setitem__(0, [1, 2, 3]),
+        "each rank has its own, and there is one of all": lambda p: p.update(tree=[]),
+    }
+    kept = (checkpoint.path / "manifest.json").read_bytes()
+    for text, change in changes.items():
+        reseal(checkpoint, lambda m, change=change: change(m["sections"]["own"]["parts"][0]))
+        with pytest.raises(FormatError, match=re.escape(text)):
+            hookbus.open(checkpoint.path)
+        (checkpoint.path / "manifest.json").write_bytes(kept)
 
 
 # -- another number of processes -----------------------------------------------------------------

@@ -256,7 +256,15 @@ def _read(written: dict[str, Any]) -> Manifest:
     with _named("sections"):
         sections = written["sections"].items()
     written["sections"] = {name: _read_section(name, section) for name, section in sections}
-    return Manifest(**written)
+    manifest = Manifest(**written)
+    for name, section in manifest.sections.items():
+        for part in section.parts.values():
+            if part.ranks and len(part.ranks) != manifest.world_size:
+                raise FormatError(
+                    f"section {name!r} has lists of {len(part.ranks)} processes, and"
+                    f" {manifest.world_size} saved it"
+                )
+    return manifest
 
 
 def _add_seal(body: bytes) -> bytes:

@@ -20,7 +20,7 @@ from hookbus.cli.output import (
     show_bytes,
     show_time,
 )
-from hookbus.cli.paths import take_folder
+from hookbus.cli.paths import is_checkpoint, take_folder
 
 _COLUMNS = {
     "time (UTC)": False,
@@ -41,11 +41,13 @@ def history(
 
     Of a save: how many seconds training was blocked, and how many it took in all.
     """
-    records = read_history(take_folder(run))
+    folder = take_folder(run)
+    records = read_history(folder)
     if as_json:
         print_json(records)
     elif not records:
-        print(f"{escape(run)} has no history")
+        what = "is a checkpoint; its run is the folder above" if is_checkpoint(folder) else ""
+        print(f"{escape(run)} {what or 'has no history'}")
     else:
         print_table(_COLUMNS, map(_make_row, records))
     return 0
@@ -69,12 +71,21 @@ def _describe(record: Mapping[str, Any]) -> list[str]:
         how, checkpoint = show(record.get("how")), record.get("checkpoint")
         from_where = f" from {Path(str(checkpoint)).name}" if checkpoint else ""
         changes = record.get("changes")
-        return [how + from_where, f"changed: {show(changes)}" if changes else ""]
+        return [how + from_where, f"changed: {_show_changes(changes)}" if changes else ""]
     if record["event"] == "fallback":
         what = f"{show(record.get('checkpoint'))} moved to {show(record.get('moved_to'))}"
         return [what, show(record.get("why"))]
     metrics = record.get("metrics")
     return [show(record.get("why")), show(metrics) if metrics else ""]
+
+
+def _show_changes(changes: object) -> str:
+    if not isinstance(changes, list) or not all(isinstance(each, Mapping) for each in changes):
+        return show(changes)
+    return ", ".join(
+        f"{show(each.get('setting'))} {show(each.get('saved'))} → {show(each.get('now'))}"
+        for each in changes
+    )
 
 
 def _show_moment(value: object) -> str:

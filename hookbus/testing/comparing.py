@@ -166,9 +166,10 @@ class Expected:
         if not theirs or theirs[-1].step != ours[-1].step:
             steps = [each[-1].step if each else None for each in (ours, theirs)]
             return [f"the last checkpoint is of step {steps[0]}, and here of {steps[1]}"]
-        by_step = {(each.step, each.serial): each for each in theirs}
+        # By their place too: one that a signal brought about is there only once.
+        by_place = {_get_place(each): each for each in theirs}
         for each in ours:
-            other = by_step.get((each.step, each.serial))
+            other = by_place.get(_get_place(each))
             if other is not None and (found := _compare_sections(each, other)):
                 return [found]
         found = _compare_sections(ours[-1], theirs[-1])
@@ -197,6 +198,10 @@ def join(cuts: Iterable[Cut]) -> str:
 
 def _show(index: int, record: Record) -> str:
     return f"record {index + 1}" + (f" ({record.place})" if record.place else "")
+
+
+def _get_place(checkpoint: Checkpoint) -> tuple[int, str]:
+    return checkpoint.step, repr(sorted(checkpoint.progress.items()))
 
 
 def _compare_sections(first: Checkpoint, second: Checkpoint) -> str | None:

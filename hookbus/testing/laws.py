@@ -40,8 +40,8 @@ def check_plugin(
     """Put a plugin through the laws that every plugin has to keep to; return what came of each.
 
     ``make`` makes what is checked, anew and equal each time: a plugin, or a component that an
-    installed plugin looks after. If it takes an argument it is given the bus, on which it can
-    first attach what the plugin needs beside it::
+    installed plugin looks after. If it takes ``bus`` it is given that, and can first attach there
+    what the plugin needs beside it::
 
         def make(bus):
             model = torch.nn.Linear(2, 1)

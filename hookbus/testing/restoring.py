@@ -32,26 +32,24 @@ class Restoring:
     saved: Saved
 
     def check(self) -> None:
-        """Try the laws."""
-        if self.bench.is_single:
-            for key in ("fresh", "meta", "memory"):
-                self.court.note(key, "not checked", "pass a function that makes it")
-            place = "in place"
-        else:
-            place = "fresh"
-            self.court.try_law("in place", self._restore_over_another)
-            self.court.try_law("memory", self._check_memory)
-            self.court.try_law("meta", self._restore_from_meta)
-        self.court.try_law("version", self._check_version)
+        """Try the laws; where nothing comes back at all, there is no more to tell."""
         fresh = self.bench.make(run=self.saved.run)
+        first = "in place" if self.bench.is_single else "fresh"
         if self.bench.is_single:
             self.bench.bring_on(fresh)
+            for key in ("fresh", "meta", "memory"):
+                self.court.note(key, "not checked", "pass a function that makes it")
         self.court.try_law("check", self._check_checks, fresh)
-        if not self.court.try_law(place, self._restore, fresh):
+        if not self.court.try_law(first, self._restore, fresh):
             self.court.give_up("it could not be restored")
             return
         self.court.try_law("twice", self._restore, fresh)
         self.court.try_law("goes on", self._check_going_on, fresh)
+        if not self.bench.is_single:
+            self.court.try_law("in place", self._restore_over_another)
+            self.court.try_law("memory", self._check_memory)
+            self.court.try_law("meta", self._restore_from_meta)
+        self.court.try_law("version", self._check_version)
 
     def _restore(self, trial: Trial, **options: Any) -> list[str]:
         """Resume, and compare."""
@@ -89,6 +87,7 @@ class Restoring:
 
     def _check_going_on(self, trial: Trial) -> list[str]:
         self._need_change()
+        trial.bus.resume(trial.run)
         self.bench.bring_on(trial)
         found = list_differences(self.saved.later, trial.take_picture())
         return found and ["first is the one that was saved, second the one restored", *found]

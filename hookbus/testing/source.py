@@ -50,10 +50,14 @@ class Source:
         return name, made
 
     def _make(self, bus: HookBus) -> Any:
+        needed = _list_needed(self.given)
+        if needed not in ([], ["bus"]):
+            raise CallError(
+                f"make needs {', '.join(needed)}, and nothing but bus can be passed: write a"
+                " function without arguments, or with bus alone"
+            )
         with faults():
-            takes = inspect.signature(self.given).parameters.values()
-            needs_bus = any(each.default is each.empty for each in takes)
-            return self.given(bus) if needs_bus else self.given()
+            return self.given(bus) if needed else self.given()
 
     def _find_installed(self, bus: HookBus) -> tuple[str, Any]:
         for entry in bus.plugins:
@@ -86,3 +90,13 @@ def _is_plugin(made: object) -> bool:
         if hasattr(function, "hookbus_impl"):
             return True
     return any(event in vars(type(made)) for event in ("save_state", "restore_training_state"))
+
+
+def _list_needed(function: Any) -> list[str]:
+    """Return the names of the arguments that must be passed."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # some that are written in C do not tell
+        return []
+    many = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in many]

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import numpy
 import torch
+import xxhash
 
 from hookbus.bus import HookBus
 from hookbus.checkpoint import Checkpoint
@@ -26,6 +27,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray)
 _SEQUENCES = (list, tuple)
 _IN_MODULE = ("_parameters", "_buffers", "_modules")
 _DEEPEST = 60
+_MANY = 50  # values that are not told apart
 
 
 @attrs.frozen(eq=False)
@@ -56,6 +58,9 @@ class Trace:
             self.held[path] = type(value).__name__
         elif isinstance(value, torch.Tensor | numpy.ndarray):
             self._note_array(value, path)
+        elif isinstance(value, _SEQUENCES) and len(value) > _MANY and _are_plain(value):
+            digest = xxhash.xxh3_128_hexdigest(repr(value).encode())
+            self.found[path] = f"{len(value)} values with the hash {digest}"
         elif (state := _read_stream(value)) is not None:
             self.streams.append(path)
             self._note_state(state, path)
@@ -113,6 +118,10 @@ def _list_members(value: Any, path: str) -> Iterator[tuple[str, Any]] | None:
     if _is_foreign(value):
         return None
     return _list_attributes(value, path)
+
+
+def _are_plain(values: list[Any] | tuple[Any, ...]) -> bool:
+    return set(map(type, values)) <= set(_PLAIN)
 
 
 def _is_foreign(value: Any) -> bool:

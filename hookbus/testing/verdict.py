@@ -71,8 +71,7 @@ LAWS = (
     Law(
         "version",
         "an unknown version is refused",
-        "say the version that you write, save.write(state, version=2), and let no migration begin"
-        " at one that you never wrote; refuse others in check_state by resume.problem()",
+        "let no step of @hookbus.migrate begin at a version that you never wrote",
     ),
     Law(
         "fresh",
