@@ -70,7 +70,8 @@ class TrainerState:
                 "stopped": bool(trainer.should_stop),
                 "settings": {name: _make_plain(getattr(trainer, name)) for name in _SETTINGS},
                 "moment": {name: getattr(connector, name) for name in _MOMENT},
-            }
+            },
+            per_rank=None,
         )
         save.write(
             {
@@ -78,6 +79,7 @@ class TrainerState:
                 "gathered": _collect_results(trainer.fit_loop.epoch_loop._results),
             },
             part="metrics",
+            per_rank=None,
         )
 
     @hookbus.hookimpl

@@ -20,9 +20,10 @@ from hookbus.choosing import check_run, choose, choose_together
 from hookbus.entry_points import Failed
 from hookbus.errors import AttachError, BusError, CallError, SaveError, SequenceError
 from hookbus.logs import say
+from hookbus.many_ranks import find_ranks
 from hookbus.ordering import Place, warn_of_unknown_words
 from hookbus.plugins import Plugins
-from hookbus.ranks import ALONE, Ranks, find_ranks
+from hookbus.ranks import ALONE, Ranks
 from hookbus.registration import EVENTS, Registered
 from hookbus.relay import Relay
 from hookbus.report import Report

@@ -25,12 +25,13 @@ from hookbus.checkpoint.shards import (
     Layout,
     Shards,
     StoredChunk,
+    find_gap,
     write_list,
 )
 from hookbus.checkpoint.tensor_info import TensorInfo, make_header, split_bytes
 from hookbus.checkpoint.tensors import describe, dtype_name, order_names, take_bytes
 from hookbus.checkpoint.tree import Flat
-from hookbus.errors import CorruptCheckpointError
+from hookbus.errors import CorruptCheckpointError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -250,11 +251,33 @@ def plan_local(tensors: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut]) -> 
 
 
 def plan_all(plans: list[SavePlan]) -> list[list[WriteItem]]:
-    """Let each chunk be written by one rank; return what each rank writes."""
+    """Let each chunk be written by one rank; return what each rank writes.
+
+    Raises:
+        StateError: the chunks of a tensor do not make it up.
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    return [plan.items for plan in planner.create_global_plan(plans)[0]]
+    try:
+        return [plan.items for plan in planner.create_global_plan(plans)[0]]
+    except ValueError as error:
+        raise StateError(
+            f"the pieces on the ranks do not make up the whole: {_find_gaps(plans) or error}"
+        ) from error
+
+
+def _find_gaps(plans: list[SavePlan]) -> str:
+    chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}
+    shapes = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None
+            chunk = take_chunk(rank, item)
+            chunks.setdefault(item.index.fqn, {}).setdefault(chunk.offsets, chunk)
+            shapes[item.index.fqn] = tuple(item.tensor_data.size)
+    gaps = {name: find_gap(shapes[name], tuple(each.values())) for name, each in chunks.items()}
+    return "; ".join(f"tensor {name!r}: {gap}" for name, gap in gaps.items() if gap)
 
 
 def take_chunk(rank: int, item: WriteItem) -> Chunk:
