@@ -175,6 +175,8 @@ class ManyRanks(Ranks):
         fault = _Fault.make(self.rank, where, error)
         with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone too
             self._store.compare_set("broke", "", json.dumps(attrs.asdict(fault)))
+            if (text := self._read_word()) is not None and text not in _read_notes(error):
+                error.add_note(text)
 
     def make_others(self) -> Ranks:
         return ManyRanks()
@@ -238,7 +240,7 @@ class ManyRanks(Ranks):
             self._meet(place, 1, fault=fault, patience=PATIENCE)
             self._hear(place, fault)
         except RankError as other:
-            if self._lost is not None:  # that may be why this one broke
+            if self._lost is not None and not _read_notes(error):  # why this one broke, maybe
                 error.add_note(str(other))
         self._note_told(error)
 
@@ -285,18 +287,25 @@ class ManyRanks(Ranks):
 
     def _explain_loss(self, text: str) -> str:
         with contextlib.suppress(RuntimeError, ValueError, TypeError):
-            if self._store.check(["broke"]):
-                fault = _Fault(**json.loads(self._store.get("broke")))
-                if fault.rank != self.rank:
-                    return (
-                        f"rank {fault.rank} is gone: it broke in {fault.where}: {fault.kind}:"
-                        f" {fault.text}\n{fault.trace}"
-                    )
+            if (word := self._read_word()) is not None:
+                return word
             missing = self._call_roll()
             if missing:
                 who = ", ".join(map(str, missing))
                 return f"a rank is gone, and rank {who} gives no answer ({text})"
         return f"a rank is gone ({text})"
+
+    def _read_word(self) -> str | None:
+        """Return what the rank that broke first has left, if that was another one."""
+        if not self._store.check(["broke"]):
+            return None
+        fault = _Fault(**json.loads(self._store.get("broke")))
+        if fault.rank == self.rank:
+            return None
+        return (
+            f"rank {fault.rank} is gone: it broke in {fault.where}: {fault.kind}: {fault.text}\n"
+            f"{fault.trace}"
+        )
 
     def _call_roll(self) -> list[int]:
         """Return the ranks that do not answer within half a second."""
@@ -306,6 +315,10 @@ class ManyRanks(Ranks):
         while not self._store.check(keys) and time.monotonic() < deadline:
             time.sleep(0.02)
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+
+def _read_notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
 
 
 def _tell_difference(name: str, values: Sequence[object]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from scenes import make_body
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import data
+
+import hookbus
+from builtin_plugins import Loop
 
 SAMPLES, BATCH = 48, 4
 
@@ -80,6 +84,27 @@ def check_exact(folder: Path, every: str = "5") -> dict[str, Any]:
         assert run_bus(build, run, cut=places[number]) is CUT
         told[f"cut {places[number]}"] = shorten(run_bus(build, run, seed_number=99))
     return told
+
+
+def break_on_one(folder: Path) -> None:
+    """Break on rank 1 after the second step; tell on rank 0 what it hears of it, and when."""
+    parts, loop = build(), Loop()
+    started = 0.0
+    try:
+        with hookbus.HookBus() as bus:
+            bus.attach(**parts.attached, loop=loop)
+            bus.resume(folder)
+            for x in (x for _ in loop.epochs(1) for x in loop.batches(parts.loader)):
+                parts.body(loop.batch, x)
+                if loop.batch == 2:
+                    started = time.monotonic()
+                    if dist.get_rank() == 1:
+                        raise KeyError("shadow")
+                    dist.barrier()
+    except RuntimeError as error:  # of torch, which knows no more than that the other is gone
+        notes = getattr(error, "__notes__", [])
+        tell({"notes": notes, "seconds": time.monotonic() - started})
+        raise
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Starts several processes again and again without waiting for their imports.
 
-``python gang.py``: one warm process, which itself never trains, keeps the store as torchrun's agent
-does and forks the processes of each start. It reads what to do from its standard input, a line of
-JSON each, and answers with one: what a scene of `gang_scenes` told, or how it broke.
+``python gang.py``: one warm process, which itself never trains, forks the processes of each start.
+They find each other by a file, since a store with a thread does not outlive a fork. It reads what
+to do from its standard input, a line of JSON each, and answers with one: what a scene of
+`gang_scenes` told, or how it broke.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,6 @@ class Gang:
 
     def __init__(self, folder: Path, world_size: int) -> None:
         self.folder, self.world_size = folder, world_size
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._starts = 0
 
     def start(self, act: Callable[[int], Any]) -> list[End]:
@@ -83,10 +82,9 @@ class Gang:
             return pid
         status = 1
         try:
-            store = dist.TCPStore("127.0.0.1", self._store.port, timeout=timedelta(seconds=60))
             dist.init_process_group(
                 "gloo",
-                store=dist.PrefixStore(f"{self._starts}", store),
+                store=dist.FileStore(str(self.folder / f"store-{self._starts}"), self.world_size),
                 rank=rank,
                 world_size=self.world_size,
             )

@@ -44,6 +44,17 @@ def test_one_of_several_without_a_group_is_told_that_it_is_alone(
     assert "there are 2 processes, and torch.distributed is not initialised" in caplog.text
 
 
+def test_whoever_is_left_by_torchrun_in_a_collective_of_its_own_ends_and_is_told_why(
+    tmp_path: Path,
+) -> None:
+    crew = start("ddp_run.py", 2, "break_on_one", tmp_path)
+    assert crew.status != 0
+    assert "KeyError: 'shadow'" in crew.text
+    if crew.told[0] is not None:  # torchrun may have ended it before
+        assert crew.told[0]["seconds"] < LIMIT
+        assert "rank 1 is gone: it broke in the script: KeyError" in "".join(crew.told[0]["notes"])
+
+
 # -- one dies ------------------------------------------------------------------------------------
 
 RARELY = [81, pytest.param(3, marks=pytest.mark.sweep)]
