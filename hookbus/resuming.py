@@ -11,9 +11,9 @@ from typing import Any
 
 import attrs
 
-from hookbus.checkpoint import Checkpoint, append_record, set_aside
+from hookbus.checkpoint import Checkpoint, append_record, name_aside, set_aside
 from hookbus.choosing import choose_older, choose_together, find_way_out
-from hookbus.errors import CallError, CorruptCheckpointError
+from hookbus.errors import CallError, CorruptCheckpointError, HookbusError
 from hookbus.logs import logger
 from hookbus.plugins import Plugins
 from hookbus.registration import EVENTS, Registered
@@ -51,7 +51,12 @@ def _fire(
         result, answers = plugins.ask(event, arguments)
         _follow_up(event, resume, plugins, there, answers)
         resume.raise_problems(f"came up in {event}")
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, CorruptCheckpointError) and event in RESTORE_EVENTS:
+            error.add_note(
+                "components may be changed by now; start again with verify='hashes', which looks"
+                " before and goes on from the newest good checkpoint"
+            )
         abandon(resume, event)
         raise
     finally:
@@ -157,14 +162,27 @@ def _find_good(resume: Resume, watch: Watch) -> None:
         damaged.update(choice.damaged)
         resume.fall_back(choice)
     with ranks.together("moving what is damaged"):
-        aside = {path: set_aside(path).name for path in damaged} if ranks.is_first else {}
+        aside = _move_aside(resume.run, damaged) if ranks.is_first else {}
     for path, name in (ranks.share("what was moved", aside) if damaged else {}).items():
         text = f"{path.name} is damaged and was moved to {name}: {damaged[path]}"
         resume.report.note(text)
         if ranks.is_first:
             logger.warning("%s: %s", resume.run, text)
-            why = str(damaged[path])
-            append_record(resume.run, "fallback", checkpoint=path.name, moved_to=name, why=why)
+
+
+def _move_aside(run: Path, damaged: Mapping[Path, HookbusError]) -> dict[Path, str]:
+    """Rename what is damaged; return the new names.
+
+    The history is told before: a start that dies in between would leave a folder that nobody can
+    explain, and the next one finds nothing damaged any more.
+    """
+    moved = dict[Path, str]()
+    for path, fault in damaged.items():
+        aside = name_aside(path)
+        append_record(run, "fallback", checkpoint=path.name, moved_to=aside.name, why=str(fault))
+        set_aside(path, aside)
+        moved[path] = aside.name
+    return moved
 
 
 def _find_damage(

@@ -21,7 +21,7 @@ from lossy import Disk, freeze, write_tree
 
 import hookbus
 from builtin_plugins import KeepLast, SavePolicy
-from hookbus.checkpoint import files, run_directory, writer
+from hookbus.checkpoint import append_record, files, run_directory, set_aside, writer
 from hookbus.checkpoint.names import read_folder_name
 from hookbus.errors import HookbusError
 from hookbus.testing import DiskChange, record
@@ -146,6 +146,8 @@ def check(run: Path, promise: Promise, damaged: frozenset[str]) -> None:
         assert files_there == {"a.safetensors", "manifest.json"}, "what is damaged is all kept"
     assert (run / "run.jsonl").read_bytes().startswith(promise.history)
     records = hookbus.history(run)
+    told = {each["moved_to"] for each in records if each["event"] == "fallback"}
+    assert set(aside) <= told, "each that was moved is told of"
     assert len(records) >= promise.history.count(b"\n") + 2, "each line stands alone"
     assert records[-1]["checkpoint"] == saved.path.name
 
@@ -270,9 +272,19 @@ def sweep_unsynced(run: Path) -> None:
         files.remove_folder(path)
 
 
-def remove_aside(path: Path) -> Path:
+def remove_aside(path: Path, aside: Path) -> None:
     files.remove_folder(path)
-    return path
+
+
+def tell_later(run: Path, event: str, **values: Any) -> None:
+    """Keep a line of the history until the next one is moved aside."""
+    UNTOLD.append((run, event, values))
+
+
+def move_and_tell(path: Path, aside: Path) -> None:
+    set_aside(path, aside)
+    run, event, values = UNTOLD.pop()
+    append_record(run, event, **values)
 
 
 def append_torn(path: Path, line: bytes) -> None:
@@ -284,6 +296,8 @@ def append_torn(path: Path, line: bytes) -> None:
 
 
 REAL = {name: getattr(files, name) for name in ("write_file", "rename_folder", "sync_folder")}
+
+UNTOLD: list[tuple[Path, str, dict[str, Any]]] = []
 
 BREACHES: dict[str, tuple[dict[str, Any], str]] = {
     "files are not synced": ({"files.write_file": write_unsynced}, "a save"),
@@ -306,6 +320,10 @@ BREACHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a deletion does not sync": ({"run_writer.remove_checkpoint": remove_unsynced}, "a deletion"),
     "a damaged one is deleted": ({"resuming.set_aside": remove_aside}, "a fallback"),
+    "a fallback is told after the move": (
+        {"resuming.append_record": tell_later, "resuming.set_aside": move_and_tell},
+        "a fallback",
+    ),
     "a line is added to a torn one": ({"files.append_line": append_torn}, "a save"),
 }
 

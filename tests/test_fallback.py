@@ -306,3 +306,13 @@ def test_a_renamed_checkpoint_does_not_win_over_a_later_save_of_its_step(tmp_pat
     with make_bus(a=keeper) as bus:
         bus.resume(tmp_path)
     assert keeper.tensor.tolist() == [7.0] * 3
+
+
+def test_damage_that_only_sizes_let_pass_says_how_to_find_it_before(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    flip(find(tmp_path, 2) / "a.safetensors")
+    with make_bus(a=Keeper("restore_training_state")) as bus:
+        with pytest.raises(CorruptCheckpointError) as caught:
+            bus.resume(tmp_path, verify="sizes")
+        assert any("start again with verify='hashes'" in note for note in caught.value.__notes__)
+        assert bus.resume(tmp_path).step == 1

@@ -121,19 +121,22 @@ def _remove_hidden(path: Path) -> None:
         _logger.warning("%s is left over and stays: %s", path, error)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is none any more, and return its new path.
+def name_aside(path: Path) -> Path:
+    """Return the path that a damaged checkpoint is moved to: one that is free."""
+    names = itertools.chain([""], (f"-{n}" for n in itertools.count(1)))
+    return next(
+        new for n in names if not os.path.lexists(new := path.with_name(f"damaged-{path.name}{n}"))
+    )
+
+
+def set_aside(path: Path, aside: Path) -> None:
+    """Rename a damaged checkpoint, so that it is none any more.
 
     Raises:
         WriteError: the disk refused.
     """
-    names = itertools.chain([""], (f"-{n}" for n in itertools.count(1)))
-    aside = next(
-        new for n in names if not os.path.lexists(new := path.with_name(f"damaged-{path.name}{n}"))
-    )
     files.rename_folder(path, aside)
     files.sync_folder(path.parent)
-    return aside
 
 
 def next_serial(run: Path, step: int) -> int:
