@@ -9,6 +9,7 @@ import gc
 import hashlib
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,10 @@ class Points(data.Dataset):
         return torch.full((4,), float(index))
 
 
-def build() -> Parts:
+def build(norm: Callable[[], nn.Module] = lambda: nn.BatchNorm1d(8)) -> Parts:
     """Dropout and batch norm, whose numbers differ on each rank, and AdamW with a schedule."""
     rank = dist.get_rank()
-    model = nn.Sequential(
-        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1)
-    )
+    model = nn.Sequential(nn.Linear(4, 8), norm(), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
     # Else torch lays gradients out anew after the first backward, and sums them in another order.
     parallel = DistributedDataParallel(model, find_unused_parameters=dist.get_world_size() > 2)
     torch.manual_seed(torch.initial_seed() + 1000 * rank)

@@ -534,7 +534,8 @@ def collect(
 ) -> dict[str, Any]:
     """Train up to a batch and save there, or to the end of the epoch; tell the samples seen."""
     seed(dist.get_rank())
-    parts, loop, seen = ddp_run.build(), Loop(), list[int]()
+    # A rest may be one sample, which no batch norm takes.
+    parts, loop, seen = ddp_run.build(norm=nn.Identity), Loop(), list[int]()
     loader = parts.loader if make_loader is None else make_loader()
     attached: Mapping[str, object] = {**parts.attached, "data": loader}
     with contextlib.suppress(StoppedError), hookbus.HookBus() as bus:
@@ -544,9 +545,6 @@ def collect(
         model, optimizer = bus.components["model"], bus.components["optimizer"]
         assert isinstance(model, nn.Module)
         assert isinstance(optimizer, torch.optim.Optimizer)
-        for each in model.modules():
-            if isinstance(each, nn.BatchNorm1d):  # a rest may be one sample
-                each.eval()
         weights = ddp_run.shorten([to_bits(each) for each in model.parameters()])
         moments = ddp_run.shorten(to_bits(optimizer.state_dict()["state"]))
         draws = torch.rand(3).tolist()
