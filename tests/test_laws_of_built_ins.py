@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from test_laws import KEYS
 from torch import nn
 from torch.utils import data
@@ -20,7 +21,7 @@ import builtin_plugins
 import hookbus
 from hookbus.testing import check_plugin
 
-NO_SECTION = ("Progress", "SavePolicy", "Preemption", "Strategy")
+NO_SECTION = ("Progress", "SavePolicy", "Preemption", "Strategy", "DDP", "FSDP2", "Single")
 
 
 def make_net() -> nn.Module:
@@ -148,6 +149,19 @@ def take_step_in_training(optimizer: Any) -> None:
     take_step(optimizer)
 
 
+def make_fsdp2(bus: hookbus.HookBus) -> builtin_plugins.FSDP2:
+    bus.attach(model=make_net())
+    return builtin_plugins.FSDP2()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def make_values() -> dict[str, Any]:
     return {"count": 0, "seen": [1], "tensor": torch.zeros(3)}
 
@@ -171,7 +185,9 @@ CASES: dict[str, list[Case]] = {
         (lambda: [Callback(), Stateful()], lambda each: each[1].count_on()),
         (Callback, Callback.count_on),
     ],
+    "DDP": [(builtin_plugins.DDP, None)],
     "DataModule": [(DataModule, DataModule.count_on)],
+    "FSDP2": [(make_fsdp2, None)],
     "Loader": [(make_loader, list)],
     "Loop": [(make_training, Loop.train)],
     "Metrics": [(make_metric, lambda each: each.update(torch.ones(2), torch.zeros(2)))],
@@ -190,6 +206,7 @@ CASES: dict[str, list[Case]] = {
     "SavePolicy": [(builtin_plugins.SavePolicy, None)],
     "ScheduleFree": [(make_schedule_free, take_step_in_training)],
     "Scheduler": [(make_scheduler, take_both_steps)],
+    "Single": [(builtin_plugins.Single, None)],
     "Stateful": [(Stateful, Stateful.count_on), (make_strategy, Strategy.count_on)],
     "Strategy": [(lambda: builtin_plugins.Strategy(object()), None)],
     "TensorState": [(lambda: torch.zeros(3), lambda each: each.add_(1))],
@@ -200,7 +217,9 @@ MAKERS += ("metrics", "precision", "schedule_free", "scheduler", "state", "strat
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_built_in_plugin_keeps_the_laws(name: str) -> None:
+def test_a_built_in_plugin_keeps_the_laws(name: str, request: pytest.FixtureRequest) -> None:
+    if name == "FSDP2":
+        request.getfixturevalue("group")
     for make, change in CASES[name]:
         report = check_plugin(make, change=change)
         assert name in report.plugin.replace("StatefulStrategy", "Stateful")
