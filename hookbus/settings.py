@@ -27,7 +27,7 @@ def read_settings() -> dict[str, object]:
         "machine": platform.machine(),
         "cpu capability": torch.backends.cpu.get_cpu_capability(),
         "mkldnn": torch.backends.mkldnn.enabled,
-        "flush denormal": not torch.tensor(1e-310, dtype=torch.float64).mul(0.5).item(),
+        "flush denormal": _flushes_denormal(),
     }
     if torch.cuda.is_available():
         settings |= {
@@ -38,6 +38,12 @@ def read_settings() -> dict[str, object]:
             "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         }
     return settings
+
+
+def _flushes_denormal() -> bool:
+    """Whether numbers next to zero become zero; torch tells it in no other way."""
+    smallest = torch.tensor(1e-310, dtype=torch.float64, device="cpu")
+    return smallest.mul(0.5).item() == 0
 
 
 @functools.cache

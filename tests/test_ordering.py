@@ -238,7 +238,8 @@ def test_each_place_has_its_reason() -> None:
     }
     bus = hookbus.HookBus()
     reasons = {place.name: place.reason for place in bus.order("plugin_for")}
-    assert reasons["model"].startswith("built in, registered as number ")
+    assert reasons["optimizer"].startswith("built in, registered as number ")
+    assert reasons["model"].startswith("built in, 'metrics' says before 'model', registered as")
     assert reasons["state"].startswith("trylast, built in, registered as number ")
     assert bus.order("plugin_for")[-1].name in ("state", "callbacks")
     assert repr(bus.order("note_streams")[0]).startswith("Place(name='rng', reason='registered as")
