@@ -238,7 +238,7 @@ def test_each_place_has_its_reason() -> None:
     }
     bus = hookbus.HookBus()
     reasons = {place.name: place.reason for place in bus.order("plugin_for")}
-    assert reasons["optimizer"].startswith("built in, registered as number ")
+    assert reasons["loop"].startswith("built in, registered as number ")
     assert reasons["model"].startswith("built in, 'metrics' says before 'model', registered as")
     assert reasons["state"].startswith("trylast, built in, registered as number ")
     assert bus.order("plugin_for")[-1].name in ("state", "callbacks")
