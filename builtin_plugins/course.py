@@ -305,8 +305,7 @@ class Course:
         return self.data_pass.take_up(data)
 
     def _make_pass(self, loader: Loader, repeat: Repeat) -> Pass:
-        ranks = self.get_bus().ranks
-        return Pass(loader, self._watch, repeat, ranks.rank, ranks.world_size)
+        return Pass(loader, self._watch, repeat, self.get_bus().ranks)
 
     def _end_pass(self) -> None:
         if self.data_pass is not None:

@@ -7,7 +7,7 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
 from rich.console import Console
@@ -28,6 +28,9 @@ from builtin_plugins.held import has_own_state, read_attributes
 from builtin_plugins.loader import Loader, count_workers, describe, has_persistent_workers
 from builtin_plugins.streams import digest, read_process_streams
 from hookbus.errors import SamplerError
+
+if TYPE_CHECKING:
+    from hookbus.ranks import Ranks
 
 logger = logging.getLogger("hookbus")
 
@@ -58,11 +61,10 @@ class Pass:
         loader: Loader,
         watch: Callable[[], Digests],
         repeat: Repeat,
-        rank: int = 0,
-        world_size: int = 1,
+        ranks: Ranks,
     ) -> None:
         self._loader = loader
-        self._rank, self._division = rank, Division(world_size)
+        self._ranks, self._division = ranks, Division(ranks.world_size)
         self._source = loader.component
         self._watch = watch
         self._repeat = repeat
@@ -104,6 +106,8 @@ class Pass:
                 return iterator
         else:
             self._division = saved
+            if not saved.is_whole:
+                saved.check(find_sampler(self._source), self._ranks)
         self._moved_by_training |= set(position["moved by training"])
         self._entangled |= set(position["entangled"])
         self._check_draws()
@@ -191,7 +195,7 @@ class Pass:
         sampler = find_sampler(self._source)
         if sampler is None or self._division.is_whole:
             return None
-        share = self._division.list_share(sampler, self._rank)
+        share = self._division.list_share(sampler, self._ranks.rank)
         return make_sampler(self._source, share)  # type: ignore[arg-type]
 
     def _divide_anew(self, position: Mapping[str, Any], saved: Division) -> Iterator[Any] | None:
@@ -209,9 +213,12 @@ class Pass:
                     f" on with {saved.world_size} until the epoch is over"
                 ]
             )
-        if not self._is_gated or sampler is None:
+        if not self._is_gated:
             return None
-        theirs = range(self._rank, saved.world_size, world_size)  # each is proved by somebody
+        saved.check(sampler, self._ranks)  # also with `inexact_ok`: it would be other data
+        if sampler is None:
+            return None
+        theirs = range(self._ranks.rank, saved.world_size, world_size)  # each is proved by somebody
         self._refuse(doubt_division(self._source, sampler, position, theirs))  # type: ignore[arg-type]
         self._division = saved.go_on(
             self._source,  # type: ignore[arg-type]
@@ -219,7 +226,7 @@ class Pass:
             position["batch"],
             world_size,
         )
-        if self._rank == 0:
+        if self._ranks.is_first:
             logger.warning(
                 "%s: %d samples of this epoch are done, on %d processes; the others are dealt out"
                 " to %d",

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from builtin_plugins import proof
+from hookbus.errors import SamplerError
+
+if TYPE_CHECKING:
+    from hookbus.ranks import Ranks
 
 
 @attrs.frozen
@@ -31,6 +35,26 @@ class Division:
     def is_whole(self) -> bool:
         """Whether it is the whole epoch, as the sampler itself deals it out."""
         return not self.samples and not self.batches
+
+    @staticmethod
+    def check(sampler: DistributedSampler[Any] | None, ranks: Ranks) -> None:
+        """Refuse a sampler that deals out to others than the processes; all of them call it.
+
+        Raises:
+            SamplerError: it does, on some rank; on all ranks.
+        """
+        mine = (ranks.world_size, ranks.rank)
+        deal = mine if sampler is None else (sampler.num_replicas, sampler.rank)
+        told = ranks.gather("to whom the samplers deal out", deal)
+        strange = [rank for rank, each in enumerate(told) if each != (ranks.world_size, rank)]
+        if strange:
+            replicas, number = told[strange[0]]
+            raise SamplerError(
+                f"the rest of this epoch is to be dealt out to {ranks.world_size} processes, and"
+                f" the DistributedSampler of rank {strange[0]} has num_replicas={replicas} and"
+                f" rank={number}, so what is left for whom cannot be told; change the number of"
+                " processes at the end of an epoch, and go on with the former number until then"
+            )
 
     def list_share(self, sampler: DistributedSampler[Any], rank: int) -> list[int]:
         """Return the indices of one process.
