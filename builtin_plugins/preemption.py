@@ -109,6 +109,7 @@ class Preemption:
         # training has failed was told, and keeps nobody from saving.
         with contextlib.suppress(SaveError):
             self._bus.wait()
+            self._bus.collect_done()
         self._bus.save(why=name)
         self._bus.write_asked()
         logger.warning("%s: step %d is saved, and the run ends here", name, loop.step)

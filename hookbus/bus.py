@@ -61,7 +61,7 @@ class HookBus:
         self._saver: Saver | None = None
         self._lock: RunLock | None = None
         self._closed = False
-        self._ranks = ALONE
+        self._ranks = self._ranks_behind = ALONE
         self._plugins = Plugins(self, load_plugins=load_plugins, block=block)
         made.add(self)
 
@@ -296,10 +296,15 @@ class HookBus:
     def wait(self) -> None:
         """Wait for what is done behind training: the save is committed, deletions are over.
 
+        Of several processes one may call it alone, so there what became of the save is taken in,
+        or raised, where they meet next: by the next save, the next safe point or ``close``.
+
         Raises:
             SaveError: it failed; its cause is what went wrong first.
         """
-        if self._saver is not None:
+        if self._saver is not None and self._ranks.world_size > 1:
+            self._saver.writer.wait_out()
+        elif self._saver is not None:
             self._saver.finish()
 
     def delete(self, *checkpoints: Checkpoint, why: str = "asked", wait: bool = True) -> None:
@@ -323,15 +328,23 @@ class HookBus:
     def reach_safe_point(self, loop: object) -> None:
         """Fire ``safe_point`` and write what was asked for; called by the loop on the bus."""
         failure = None
-        if self._saver is not None:
-            try:
-                self._saver.collect_done()
-            except SaveError as error:  # whoever has to save right now must still be asked
-                failure = error
+        try:
+            self.collect_done()
+        except SaveError as error:  # whoever has to save right now must still be asked
+            failure = error
         self.hook.safe_point(loop=loop)
         if failure is not None:
             raise failure
         self.write_asked()
+
+    def collect_done(self) -> None:
+        """Take in the save behind training if it is done; all processes call it together.
+
+        Raises:
+            SaveError: it failed.
+        """
+        if self._saver is not None:
+            self._saver.collect_done()
 
     def write_asked(self) -> None:
         """Write the save that was asked for, if any, as things stand; called by the loop."""
@@ -366,7 +379,11 @@ class HookBus:
     def _prepare(self, run: str | os.PathLike[str], options: Options, *, by_script: bool) -> Resume:
         if self._closed:
             raise BusError("this bus was closed; make a new one")
-        self._ranks = find_ranks(self._ranks)
+        ranks = find_ranks(self._ranks)
+        if ranks is not self._ranks:
+            self._ranks_behind.close()
+            # All are here now, and at no later moment is that as sure.
+            self._ranks, self._ranks_behind = ranks, ranks.make_others()
         with self._ranks.together("resume()"):
             return self._prepare_together(run, options, by_script=by_script)
 
@@ -377,7 +394,8 @@ class HookBus:
         request = Request.make(options)
         path = check_run(run)
         again = self._saver is not None and self._saver.writer.run == path
-        self.wait()
+        if self._saver is not None:
+            self._saver.finish()
         for each in EVENTS:
             self.order(each)  # a circle in the order of saving is said now, and not at a save
         if ranks.world_size > 1:
@@ -446,6 +464,7 @@ class HookBus:
                 watch=functools.partial(watched, self.fire),
                 check_right=functools.partial(check_right, self._lock),
                 ranks=self._ranks,
+                ranks_behind=self._ranks_behind,
             )
             writer.note_start(resume)
             self._saver = Saver(writer, self._lock, self._loop)
@@ -478,6 +497,7 @@ class HookBus:
                 try:
                     if self._saver is not None:
                         self._saver.writer.wait_out()
+                    self._ranks_behind.close()  # unless interrupted: then it is still in use
                 finally:
                     self.fire("bus_close", {})
         finally:

@@ -52,8 +52,8 @@ class RunWriter:
     watch: Callable[..., Any]
     check_right: Callable[[], None]
     ranks: Ranks = ALONE
+    ranks_behind: Ranks = ALONE  # the same, for the thread that writes
     _writing: bool = attrs.field(default=False, init=False)
-    _ranks_behind: Ranks | None = attrs.field(default=None, init=False)
     _plans: dict[str, Any] = attrs.field(factory=dict, init=False)
     _staging: Staging = attrs.field(factory=Staging, init=False)
     _background: Background[Checkpoint] | None = attrs.field(default=None, init=False)
@@ -121,7 +121,8 @@ class RunWriter:
             if self.ranks.world_size > 1:
                 sections = settle(self.ranks, sections)
             if not wanted.wait:
-                sections = self._staging.copy(sections)
+                with self.ranks.together("copying the state"):
+                    sections = self._staging.copy(sections)
             # Everything in it is as of now.
             write = functools.partial(
                 self._choose_writer(wanted.wait),
@@ -162,9 +163,7 @@ class RunWriter:
     def _choose_writer(self, wait: bool) -> Callable[..., Checkpoint]:
         if self.ranks.world_size == 1:
             return write_checkpoint
-        if self._ranks_behind is None:  # all ranks are here now, and make it together
-            self._ranks_behind = self.ranks.make_others()
-        peers = self.ranks if wait else self._ranks_behind
+        peers = self.ranks if wait else self.ranks_behind
         return functools.partial(write_checkpoint_together, peers=peers, plans=self._plans)
 
     # -- behind training -----------------------------------------------------------------------
