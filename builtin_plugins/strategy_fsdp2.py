@@ -79,14 +79,13 @@ class FSDP2:
         return models
 
     def _shard(self, model: nn.Module) -> None:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import FSDPModule, fully_shard
 
         options = {**self.options, **({} if self.mesh is None else {"mesh": self.mesh})}
-        inner = [each for each in model.modules() if each is not model]
-        for module in reversed(inner):  # from the inside out
-            if isinstance(module, self.blocks):
+        for module in reversed(list(model.modules())):  # from the inside out
+            is_due = module is model or isinstance(module, self.blocks)
+            if is_due and not isinstance(module, FSDPModule):  # by a resume before, or the script
                 fully_shard(module, **options)
-        fully_shard(model, **options)
 
     def _build(self, name: str, model: nn.Module) -> dict[str, torch.Tensor]:
         if self.initial is None:
@@ -94,7 +93,11 @@ class FSDP2:
                 f"{name} is on the meta device and no weights come back; pass initial=, a function"
                 " that builds it with weights"
             )
-        with torch.random.fork_rng(), torch.device("cpu"):
+        # Of the current device alone: torch would take all, and wake them up for it.
+        device = torch.accelerator.current_accelerator(check_available=True)
+        devices = [torch.accelerator.current_device_index()] if device else []
+        forked = torch.random.fork_rng(devices, device_type=device.type if device else "cuda")
+        with forked, torch.device("cpu"):
             made = self.initial()
         built = dict(_list_tensors(made))
         for path, live in _list_tensors(model):
