@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,7 +51,15 @@ class DDP:
             return None
         options = {"find_unused_parameters": dist.get_world_size() > 2, **self.options}
         models = self._find_models(resume.components)
-        wrapped = {name: DistributedDataParallel(each, **options) for name, each in models.items()}
+        wrapped: dict[str, nn.Module] = {}
+        for name, model in models.items():
+            kept = [buffer.clone() for buffer in model.buffers()]
+            wrapped[name] = DistributedDataParallel(model, **options)
+            # torch has handed those of rank 0 out, and each process may have had its own.
+            if resume.fates.judge(name) == "restored" and not resume.is_new_rank:
+                with torch.no_grad():
+                    for buffer, own in zip(model.buffers(), kept, strict=True):
+                        buffer.copy_(own)
         return dict[str, object](wrapped) or None
 
     def _find_models(self, components: Mapping[str, object]) -> dict[str, nn.Module]:
