@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import random
+import resource
 import shutil
 import signal
 import time
@@ -253,6 +255,70 @@ def break_in_saves(gang: Gang, cases: list[tuple[bool, int]]) -> dict[str, Any]:
     return told
 
 
+class Large:
+    """Writes a small tensor, or one for whose copy there is no memory on rank 1."""
+
+    kind = "large"
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.breaks = rank, False
+
+    @hookbus.hookimpl
+    def save_state(self, save: hookbus.Save) -> None:
+        size = 2**27 if self.breaks else 1
+        save.write({"large": torch.zeros(size, dtype=torch.uint8)}, per_rank=True)
+        if self.breaks and self.rank == 1:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            room = pages * resource.getpagesize() + 2**26
+            resource.setrlimit(resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+
+
+def fill_up_in_the_copy(gang: Gang) -> dict[str, Any]:
+    """Run out of memory on rank 1 in the first copy of the state; then save."""
+    run = gang.folder / "run"
+
+    def act(rank: int) -> list[str]:
+        large = Large(rank)
+        with hookbus.HookBus() as bus:
+            bus.register(large, "large")
+            bus.resume(run)
+            large.breaks = True
+            try:
+                bus.save(step=1, wait=False)
+            except Exception as error:
+                told = [type(error).__name__, str(error)]
+            large.breaks = False
+            resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+            bus.save(step=2, wait=False)
+        return told
+
+    ends = gang.start(act)
+    return {
+        "told": [end.told for end in ends],
+        "checkpoints": [each.step for each in hookbus.checkpoints(run)],
+    }
+
+
+def count_groups(gang: Gang) -> list[Any]:
+    """Count the groups of processes that come and go with a bus."""
+
+    def count() -> int:
+        return len(dist.distributed_c10d._world.pg_map)
+
+    def act(rank: int) -> list[int]:
+        told = [count()]
+        with hookbus.HookBus() as bus:
+            bus.attach(model=nn.Linear(2, 2))
+            for step in (1, 2, 3):
+                bus.resume(gang.folder / "run")
+                told.append(count())
+                bus.save(step=step, wait=False)
+            told.append(count())
+        return [each - told[0] for each in (*told, count())]
+
+    return [end.told for end in gang.start(act)]
+
+
 def lose_a_file(gang: Gang) -> dict[str, Any]:
     """Let a list that rank 1 wrote be gone by the commit, as on a disk that is not everybody's."""
     run = gang.folder / "run"
@@ -441,6 +507,43 @@ def ask_on_one(gang: Gang) -> list[Any]:
     return [end.told for end in gang.start(act)]
 
 
+def wait_on_one(gang: Gang) -> list[Any]:
+    """Wait on rank 1 alone for a save behind training; tell when each has taken it in."""
+
+    class Taken:
+        kind = "at"
+
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        @hookbus.hookimpl
+        def save_end(self, checkpoint: hookbus.Checkpoint) -> None:
+            self.steps.append(checkpoint.step)
+
+    def act(rank: int) -> list[list[int]]:
+        seed(0)
+        parts, loop, taken = ddp_run.build(), Loop(), Taken()
+        with hookbus.HookBus() as bus:
+            bus.register(taken, "taken")
+            bus.attach(**parts.attached, loop=loop)
+            bus.resume(gang.folder / "run")
+            for epoch in loop.epochs(1):
+                parts.head(epoch)
+                for x in loop.batches(parts.loader):
+                    parts.body(loop.batch, x)
+                    if loop.batch == 2:
+                        bus.save(wait=False)
+                    if loop.batch == 3 and rank == 1:
+                        bus.wait()
+                        there = [each.step for each in hookbus.checkpoints(gang.folder / "run")]
+                        waited = [*taken.steps, *there]
+                    if loop.batch == 4:
+                        during = [*taken.steps]
+        return [waited if rank == 1 else [2], during, taken.steps]
+
+    return [end.told for end in gang.start(act)]
+
+
 def save_at_odd_moments(gang: Gang, saves: int) -> dict[str, Any]:
     """Save again and again while each rank comes late by a time of its own."""
     run = gang.folder / "run"
@@ -599,6 +702,35 @@ def change_loaders(gang: Gang) -> dict[str, Any]:
     return told
 
 
+def deal_to_others(gang: Gang) -> dict[str, Any]:
+    """Go on on two processes where some sampler deals out to others than these two."""
+
+    def make(replicas: int, number: int) -> Callable[[], data.DataLoader[torch.Tensor]]:
+        points = ddp_run.Points()
+        sampler = data.DistributedSampler(points, num_replicas=replicas, rank=number, seed=3)
+        return lambda: data.DataLoader(points, batch_size=4, sampler=sampler)
+
+    def act(rank: int, name: str, deals: list[tuple[int, int]], **options: Any) -> Any:
+        return collect(gang.folder / name, make_loader=make(*deals[rank]), **options)
+
+    right, copies, one_of_them = [(2, 0), (2, 1)], [(1, 0), (1, 0)], [(2, 0), (2, 0)]
+    gang.start(lambda rank: act(rank, "copies", copies, stop=2))
+    gang.world_size = 1
+    gang.start(lambda rank: act(rank, "one", [(1, 0)], stop=2))
+    gang.world_size = 2
+    shutil.copytree(gang.folder / "one", gang.folder / "dealt")
+    gang.start(lambda rank: act(rank, "dealt", right, stop=3))
+    cases: dict[str, Callable[[int], Any]] = {
+        "same number": lambda rank: act(rank, "copies", copies),
+        "all": lambda rank: act(rank, "one", copies),
+        "one of them": lambda rank: act(rank, "one", one_of_them),
+        "inexact": lambda rank: act(rank, "one", copies, inexact_ok=True),
+        "dealt before": lambda rank: act(rank, "dealt", copies),
+        "right": lambda rank: act(rank, "dealt", right),
+    }
+    return {name: [end.told for end in gang.start(case)] for name, case in cases.items()}
+
+
 # -- strategies ----------------------------------------------------------------------------------
 
 
@@ -655,6 +787,97 @@ def train_ddp(gang: Gang) -> dict[str, Any]:
     shutil.copytree(gang.folder / "kept", run)
     told["alone"] = [end.told for end in gang.start(act_alone)]
     return told
+
+
+def keep_buffers(gang: Gang) -> dict[str, Any]:
+    """Train with running statistics of each rank's own, which no forward hands out."""
+    run = gang.folder / "run"
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    way = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+
+    def act(rank: int, stop: int = 0, **options: bool) -> list[str]:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4)
+        norm.register_buffer("extra", torch.zeros(()), persistent=False)
+        optimizer, loop = torch.optim.SGD(norm.parameters(), lr=0.1), Loop()
+        points = ddp_run.Points()
+        loader = data.DataLoader(points, batch_size=4, sampler=data.DistributedSampler(points))
+
+        def digest() -> str:
+            return ddp_run.shorten([to_bits(each) for each in norm.state_dict().values()])
+
+        with contextlib.suppress(StoppedError), hookbus.HookBus() as bus:
+            bus.register(Stop(), "stop")
+            bus.register(builtin_plugins.DDP(options=options), "strategy")
+            bus.attach(norm=norm, optimizer=optimizer, data=loader, loop=loop)
+            bus.resume(run)
+            wrapped = bus.components["norm"]
+            assert isinstance(wrapped, nn.Module)
+            told = [digest(), str(norm.extra)]
+            for _ in loop.epochs(1):
+                for x in loop.batches(loader):
+                    optimizer.zero_grad()
+                    wrapped(x).pow(2).sum().backward()
+                    optimizer.step()
+                    norm.extra += rank + 1
+                    if loop.batch == stop:
+                        bus.save()
+        return [*told, digest(), str(norm.extra)]
+
+    told: dict[str, Any] = {}
+    for name, options in {"each": {way: False}, "first": {}}.items():
+        for start, stop in {"whole": 0, "begun": 2, "again": 0}.items():
+            if start == "begun":
+                shutil.rmtree(run, ignore_errors=True)
+            ends = gang.start(functools.partial(act, stop=stop, **options))
+            told[f"{name} {start}"] = [end.told for end in ends]
+        shutil.rmtree(run)
+    return told
+
+
+def roll_back_shards(gang: Gang) -> dict[str, Any]:
+    """Resume twice in one process with FSDP2, which shards the model the first time."""
+
+    def act(rank: int, weights_first: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        told = list[str]()
+        with hookbus.HookBus() as bus:
+            loop = Loop()
+            strategy = builtin_plugins.FSDP2((nn.Linear,), weights_first=weights_first)
+            bus.register(strategy, "strategy")
+            bus.attach(model=model, loop=loop)
+            run = gang.folder / f"run-{weights_first}"
+            with bus.resuming(run) as resume:
+                resume.configure_sharded()
+                optimizer = torch.optim.AdamW(model.parameters())
+                bus.attach(optimizer=optimizer)
+
+            def digest() -> str:
+                shards = [each.to_local() for each in model.parameters()]
+                moments = [each["exp_avg"].to_local() for each in optimizer.state.values()]
+                return ddp_run.shorten([to_bits(each) for each in (*shards, *moments)])
+
+            def train(limit: int) -> None:
+                for _ in loop.steps(limit):
+                    generator = torch.Generator().manual_seed(loop.step)
+                    model(torch.randn(4, 4, generator=generator)).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                told.append(digest())
+
+            train(2)
+            bus.save()
+            train(4)
+            bus.resume(run)
+            told.append(digest())
+            train(4)
+        return told
+
+    return {
+        str(first): [end.told for end in gang.start(lambda rank, first=first: act(rank, first))]
+        for first in (False, True)
+    }
 
 
 def tell_of_sums(gang: Gang) -> list[Any]:

@@ -152,6 +152,24 @@ def test_where_one_breaks_in_a_save_no_checkpoint_is_made_and_all_raise(
         assert told["left"] == [], case
 
 
+def test_where_one_breaks_in_the_first_copy_of_a_state_all_raise_and_the_next_save_is_made(
+    gang: Server, folder: Path
+) -> None:
+    told = gang.ask("fill_up_in_the_copy", folder, 2)
+    other, broken = told["told"]
+    assert broken[0] == "RuntimeError"
+    assert "can't allocate memory" in broken[1]
+    assert other[0] == "RankError"
+    assert other[1].startswith("rank 1 broke in copying the state: RuntimeError: ")
+    assert told["checkpoints"] == [2]
+
+
+def test_a_bus_has_two_groups_however_often_it_resumes_and_leaves_none(
+    gang: Server, folder: Path
+) -> None:
+    assert gang.ask("count_groups", folder, 2) == [[0, 2, 2, 2, 2, 0]] * 2
+
+
 def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(gang: Server, folder: Path) -> None:
     """Source: TensorAuto/OpenTau#396"""
     told = gang.ask("lose_a_file", folder, 2)
@@ -242,6 +260,14 @@ def test_processes_that_come_late_commit_one_checkpoint(
     told = gang.ask("save_at_odd_moments", folder, world_size, saves=saves)
     assert told["steps"] == [list(range(saves))] * world_size
     assert told["own"] == [{"rank": rank} for rank in range(world_size)]
+
+
+def test_one_may_wait_alone_for_a_save_behind_training(gang: Server, folder: Path) -> None:
+    told = gang.ask("wait_on_one", folder, 2)
+    for waited, during, taken in told:
+        assert waited == [2], "it is there, and nobody has been told"
+        assert during == told[0][1], "all are told at one place"
+        assert taken == [2]
 
 
 # -- what is damaged -----------------------------------------------------------------------------
@@ -354,6 +380,20 @@ def test_a_loader_that_deals_out_nothing_goes_on_where_it_was_or_says_why_not(
     assert "set_epoch was not called" in told["forgotten"][0]["text"]
 
 
+def test_a_rest_is_dealt_out_to_nobody_where_a_sampler_deals_out_to_others(
+    gang: Server, folder: Path
+) -> None:
+    told = gang.ask("deal_to_others", folder, 2)
+    assert [len(list_seen([end])) for end in told["same number"]] == [40, 40]
+    for case in ("all", "one of them", "inexact", "dealt before"):
+        who = "rank 1 has num_replicas=2" if case == "one of them" else "rank 0 has num_replicas=1"
+        for end in told[case]:
+            assert end["kinds"][0] == "SamplerError", case
+            assert f"{who} and rank=0" in end["text"], case
+            assert "change the number of processes at the end of an epoch" in end["text"]
+    assert len({*list_seen(told["right"])}) == 48 - 2 * 4 - 2 * 4
+
+
 # -- strategies ----------------------------------------------------------------------------------
 
 
@@ -381,3 +421,19 @@ def test_three_processes_are_told_that_ddp_sums_in_another_order(
 ) -> None:
     for notes in gang.ask("tell_of_sums", folder, 3):
         assert any("find_unused_parameters=True" in note for note in notes)
+
+
+def test_ddp_leaves_each_process_the_buffers_that_came_back(gang: Server, folder: Path) -> None:
+    told = gang.ask("keep_buffers", folder, 2)
+    for name in ("each", "first"):
+        whole, begun, again = (told[f"{name} {start}"] for start in ("whole", "begun", "again"))
+        assert begun[0][2:] != begun[1][2:], "they differ by rank"
+        assert [each[:2] for each in again] == [each[2:] for each in begun]
+        assert [each[2:] for each in again] == [each[2:] for each in whole]
+
+
+def test_what_is_sharded_by_a_strategy_is_rolled_back(gang: Server, folder: Path) -> None:
+    for first, told in gang.ask("roll_back_shards", folder, 2).items():
+        for saved, last, back, again in told:
+            assert back == saved != last, first
+            assert again == last, first
