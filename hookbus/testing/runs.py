@@ -186,17 +186,20 @@ class Children:
         (site / "sitecustomize.py").write_text(_SEEDS)
         paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
         with open(order["log"], "wb") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={
-                    **os.environ,
-                    VARIABLE: json.dumps(order),
-                    "PYTHONPATH": os.pathsep.join(paths),
-                },
-            )
+            try:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={
+                        **os.environ,
+                        VARIABLE: json.dumps(order),
+                        "PYTHONPATH": os.pathsep.join(paths),
+                    },
+                )
+            except OSError as error:
+                raise CallError(f"the command cannot be started: {error}") from error
 
     def _finish(self, process: Any, order: Mapping[str, Any]) -> int:
         """Wait for the end; kill a script that records nothing once it has committed enough."""
