@@ -64,6 +64,11 @@ def _describe_callbacks(bridge: object, callbacks: list[Any]) -> Iterator[str]:
             yield f"{name} trains to try something out; use it in a Trainer without the bridge"
         elif is_a(callback, "StochasticWeightAveraging"):
             yield f"{name} changes the scheduler in the middle of a run; use WeightAveraging"
+        elif is_a(callback, "GradientAccumulationScheduler"):
+            yield (
+                f"{name} sets how many batches are gathered as an epoch begins, and so not in the"
+                " middle of one; pass Trainer(accumulate_grad_batches=…)"
+            )
         elif is_a(callback, "BaseFinetuning"):
             yield (
                 f"{name} gives the optimizer more parameters in the middle of a run; build the"

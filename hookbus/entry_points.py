@@ -24,7 +24,7 @@ class Failed:
     name: str
     distribution: str
     version: str
-    exception: Exception | SystemExit
+    exception: BaseException
 
     def __str__(self) -> str:
         who = describe(self.name, self.distribution, self.version)

@@ -199,6 +199,9 @@ class Fates:
 
     def _suggest_alias(self, entry: Registered) -> str:
         """Name the section that a plugin may have written under a former name."""
+        given = self.request.aliases.get(entry.name)
+        if given is not None and any(each.name == given for each in self._list_savers()):
+            return f"; its alias {given!r} is the section of another plugin on the bus"
         claimed = {self.find_section(each.name) for each in self._list_savers()}
         likely = [
             section.name

@@ -154,7 +154,9 @@ class Plugins:
         try:
             plugin = found.load()
             self._add(plugin, *who, inspect_plugin(plugin))
-        except (Exception, SystemExit) as error:  # a script as a module exits as it is imported
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a script exits as it is imported; Rust's panics are such
             failed = Failed(found.name, found.distribution, found.version, error)
             self.failed.append(failed)
             logger.warning("%s", failed)

@@ -367,9 +367,12 @@ class Resume:
         for argument in ("skip", "missing_ok") if self.checkpoint else ():
             for text in self.fates.list_unmatched(argument, getattr(self.request, argument)):
                 self.tell(text)
-        for name in self.request.aliases:
+        sections = self.checkpoint.sections if self.checkpoint else {}
+        for name, old in self.request.aliases.items():
             if name not in entries:
                 self.tell(f"aliases={{{name!r}: …}} names nobody on the bus that saves")
+            elif name in sections and old in sections:  # it may be meant to swap them
+                self.tell(f"aliases={{{name!r}: {old!r}}} does nothing: {name!r} is there too")
 
     def tell(self, text: str) -> None:
         """Put a line about the resume as a whole into the report, and log it."""

@@ -99,6 +99,27 @@ def test_an_attached_model_is_found_under_its_former_name_and_so_is_what_its_opt
     assert "model" not in hookbus.checkpoints(tmp_path)[-1].sections
 
 
+def test_an_alias_that_does_nothing_since_both_are_there_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, plugins = save(tmp_path, a=1.0, b=2.0), {"a": Kept(), "b": Kept()}
+    report = resume(run, plugins, aliases={"a": "b", "b": "a"})
+    assert (plugins["a"].value, plugins["b"].value) == (1.0, 2.0)
+    assert report.notes == [
+        "aliases={'a': 'b'} does nothing: 'a' is there too",
+        "aliases={'b': 'a'} does nothing: 'b' is there too",
+    ]
+    assert all(note in caplog.text for note in report.notes)
+
+
+def test_an_alias_that_another_plugin_bears_is_named_where_the_section_is_missing(
+    tmp_path: Path,
+) -> None:
+    run, plugins = save(tmp_path, b=2.0), {"b": Kept(), "c": Kept()}
+    [error] = refuse(run, plugins, aliases={"c": "b"})
+    assert str(error).endswith("; its alias 'b' is the section of another plugin on the bus")
+
+
 def test_a_plugin_knows_its_own_former_names(tmp_path: Path) -> None:
     run, plugin = save(tmp_path, older=4.0), Kept(0.0, "old", "older")
     report = resume(run, {"new": plugin})

@@ -387,8 +387,8 @@ from hookbus.testing import open_record
 
 record, noted = open_record(), len(sys.argv) > 2
 state = {"number": torch.zeros(2)}
-with hookbus.HookBus(load_plugins=False) as bus:
-    bus.register(__import__("builtin_plugins").Values(state), "state")
+with hookbus.HookBus() as bus:
+    bus.attach(state=state)
     for step in range(bus.resume(sys.argv[1]).step + 1, 7):
         state["number"] += 0.1 * step
         if noted:
@@ -408,8 +408,16 @@ def script(tmp_path: Path) -> str:
 def test_a_script_is_killed_where_it_records(script: str) -> None:
     command = [sys.executable, script, "{run}", "noted"]
     report = assert_exact_resume(command, cuts=[4], timeout=120)
-    assert (report.records, report.sections) == (6, ("state",))
+    # It seeds nothing, and its streams are compared all the same.
+    assert (report.records, report.sections) == (6, ("rng", "state"))
     assert str(report.runs[0]) == "cut at record 4; went on after step 3"
+
+
+@pytest.mark.sweep
+def test_the_loop_of_the_readme_is_exact_where_it_is_killed() -> None:
+    example = Path(hookbus.__file__).parents[1] / "examples" / "train.py"
+    report = assert_exact_resume([sys.executable, str(example), "{run}"], cuts=[2], timeout=120)
+    assert "optimizer" in report.sections
 
 
 @pytest.mark.sweep
@@ -451,6 +459,10 @@ CALLS: list[tuple[Any, dict[str, Any], str]] = [
     (save_nothing, {}, "the run saves nothing, so there is nothing to resume from"),
     (ignore, {}, "make_run is called as make_run(run, record): "),
     (lambda run, record: None, {}, "the run made no 'whole'; resume the path that it is given"),
+    (3, {}, "make_run=3: pass a function, or a list of the words of a command, "),
+    (None, {}, "make_run=None: pass a function, or a list of the words of a command, "),
+    (["/nowhere", "{run}"], {}, "the command cannot be started: [Errno 2] No such file"),
+    (train, {"cuts": 3}, "cuts=3: pass whole numbers from 1 up"),
     ("train.py", {}, "make_run='train.py': pass a function, or a list of the words of a command, "),
     (["train.py"], {}, 'the command has no "{run}", which stands for the run directory'),
     (train, {"cuts": [0]}, "cuts=[0]: pass whole numbers from 1 up, or tuples of these"),

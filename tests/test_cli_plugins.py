@@ -350,6 +350,10 @@ REFUSED_NAMES = {
     "safetensors-": "cannot be a distribution's name",
     "_pytest": "cannot be a distribution's name",
     "functorch": "makes a module 'functorch', which comes with torch; take another",
+    "torch": "makes a module 'torch', which comes with torch; take another",
+    "numpy": "makes a module 'numpy', which comes with numpy; take another",
+    "tests": "makes a module 'tests', which is the folder of its tests; take another",
+    "test": "makes a module 'test', which comes with Python; take another",
     "x" * 60: "cannot be a plugin's name: up to 100 letters",
 }
 

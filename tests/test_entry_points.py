@@ -82,6 +82,7 @@ BROKEN = {
     "imports": "no_such_module_anywhere",
     "raises": "broken_hook_raises",
     "exits": "broken_hook_exits",
+    "panics": "broken_hook_panics",
     "lacks": "broken_hook:nothing_here",
     "none": "broken_hook:nothing",
     "returns_none": "broken_hook:make_nothing",
@@ -103,6 +104,10 @@ def test_each_that_fails_fails_alone_and_by_name(
         BROKEN,
         broken_hook_raises="raise ImportError('on purpose')",
         broken_hook_exits="import sys; sys.exit(2)",
+        broken_hook_panics="""
+            class Panic(BaseException): ...
+            raise Panic("as those of Rust")
+        """,
         broken_hook="""
             nothing = None
             def make_nothing(): ...
@@ -132,6 +137,7 @@ def test_each_that_fails_fails_alone_and_by_name(
         "imports": "ModuleNotFoundError: No module named 'no_such_module_anywhere'",
         "raises": "ImportError: on purpose",
         "exits": "SystemExit: 2",
+        "panics": "Panic: as those of Rust",
         "lacks": "AttributeError: module 'broken_hook' has no attribute 'nothing_here'",
         "none": "RegistrationError: the entry point 'broken-hook:none' is None",
         "returns_none": "RegistrationError: the entry point 'broken-hook:returns_none' returned"

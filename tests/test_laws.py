@@ -238,6 +238,12 @@ class SharesAList(Average):
         super().take_state({**state, "seen": self.history})
 
 
+class KeepsTheSave(Average):
+    @hookbus.hookimpl
+    def save_start(self, save: hookbus.Save) -> None:
+        self.cache = {"save": save}
+
+
 class KeepsTheResume(Average):
     @hookbus.hookimpl
     def resume_end(self, resume: hookbus.Resume) -> None:
@@ -303,6 +309,7 @@ BREACHES: list[tuple[type[Any], str, str]] = [
     (GoesOnElsewhere, "goes on", "tensor 'mean': [3] float32: 3 of 3 elements differ, first [0]: "),
     (SharesMemory, "memory", "two runs restored from it share the memory of 'mean'"),
     (SharesAList, "memory", "['seen']: "),
+    (KeepsTheSave, "no changes", "plugin.cache['save'] still holds the Save of an event that is"),
     (KeepsTheResume, "memory", "plugin.cache['resume'] still holds the Resume of an event that is"),
 ]
 

@@ -23,6 +23,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     EarlyStopping,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     StochasticWeightAveraging,
 )
@@ -226,6 +227,10 @@ CALLBACKS = {
     "averaging": (
         lambda bridge: [bridge, StochasticWeightAveraging(0.1)],
         "StochasticWeightAveraging changes the scheduler in the middle of a run",
+    ),
+    "accumulation": (
+        lambda bridge: [bridge, GradientAccumulationScheduler({0: 2})],
+        "pass Trainer(accumulate_grad_batches=…)",
     ),
     "finetuning": (
         lambda bridge: [bridge, BackboneFinetuning()],

@@ -15,7 +15,7 @@ import typer
 
 from hookbus.checkpoint import NAME_RULE, is_name, take_path
 from hookbus.cli.output import AsJson, escape, print_json
-from hookbus.entry_points import normalize
+from hookbus.entry_points import GROUP, normalize
 from hookbus.errors import CallError
 from hookbus.ordering import KINDS
 
@@ -28,7 +28,12 @@ _FILES = {
 }
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]*[a-z0-9])?", re.ASCII | re.IGNORECASE)
-_OURS = ("hookbus", "builtin_plugins")
+_RESERVED = {
+    "hookbus": "comes with hookbus",
+    "builtin_plugins": "comes with hookbus",
+    "test": "comes with Python",
+    "tests": "is the folder of its tests",
+}
 
 
 def new_plugin(
@@ -89,15 +94,15 @@ def _choose_words(name: str) -> dict[str, str]:
     shown = "".join(part.capitalize() for part in entry.split("-"))
     if not module.isidentifier() or keyword.iskeyword(module):
         raise CallError(f"{name!r} makes {module!r}, which cannot be a module's name")
-    if module in _OURS or module in sys.stdlib_module_names:
+    of_python = {module: "comes with Python"} if module in sys.stdlib_module_names else {}
+    if whose := (_RESERVED | of_python).get(module):
         raise CallError(
-            f"{name!r} makes a module {module!r}, which comes with"
-            f" {'hookbus' if module in _OURS else 'Python'}; take another, such as"
+            f"{name!r} makes a module {module!r}, which {whose}; take another, such as"
             f" 'hookbus-my-{plain}'"
         )
     installed = importlib.metadata.packages_distributions()
     owners = set(map(normalize, installed.get(module, ())))
-    if owners - {plain}:
+    if owners - ({plain} if _is_plugin(plain) else set()):
         raise CallError(
             f"{name!r} makes a module {module!r}, which comes with {', '.join(owners)}; take"
             " another"
@@ -111,3 +116,9 @@ def _choose_words(name: str) -> dict[str, str]:
         "kind": entry.replace("-", "_") if entry not in KINDS else f"my_{entry}",
         "component": shown,
     }
+
+
+def _is_plugin(distribution: str) -> bool:
+    """Whether an installed distribution is one of plugins, which may be written anew."""
+    points = importlib.metadata.entry_points(group=GROUP)
+    return any(each.dist and normalize(each.dist.name) == distribution for each in points)

@@ -80,12 +80,12 @@ class Expected:
             if most >= 3:
                 chosen.append((third,) * 3 if not at_commit else (1, 1))
         else:
-            chosen = list(cuts)
+            chosen = list(cuts) if isinstance(cuts, Iterable) else [None]
         scenes = [each if isinstance(each, list | tuple) else (each,) for each in chosen]
         wrong = [n for each in scenes for n in each or (None,) if type(n) is not int or n < 1]
         if wrong or not scenes:
             raise CallError(
-                f"cuts={chosen!r}: pass whole numbers from 1 up, or tuples of these for runs that"
+                f"cuts={cuts!r}: pass whole numbers from 1 up, or tuples of these for runs that"
                 " are cut more than once"
             )
         return [tuple(Cut(n, at_commit) for n in each) for each in scenes]

@@ -112,7 +112,8 @@ def _choose_life(make_run: Any, kill: Any, timeout: float, folder: Path) -> Life
         if number is None:
             return InProcess(make_run).live
         return Children(make_run, folder, number, timeout).live
-    if isinstance(make_run, str) or not all(isinstance(each, str) for each in make_run):
+    is_command = isinstance(make_run, Sequence) and not isinstance(make_run, str)
+    if not is_command or not all(isinstance(each, str) for each in make_run):
         raise CallError(
             f"make_run={make_run!r}: pass a function, or a list of the words of a command, such as"
             ' [sys.executable, "train.py", "--run", "{run}"]'

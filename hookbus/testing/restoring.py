@@ -14,7 +14,7 @@ from hookbus.errors import HookbusError
 from hookbus.testing.bench import Bench, streams_kept
 from hookbus.testing.court import Court, NotChecked
 from hookbus.testing.pictures import list_differences
-from hookbus.testing.saving import Saved, list_drawn, list_own_changes
+from hookbus.testing.saving import Saved, list_drawn, list_held, list_own_changes
 from hookbus.testing.source import Fault
 from hookbus.testing.trial import Trial, copy_run
 
@@ -109,10 +109,7 @@ class Restoring:
         one, two = (self.bench.make(run=self.saved.run) for _ in range(2))
         for trial in (one, two):
             trial.bus.resume(trial.run)
-        seen = [
-            f"{path} still holds the {what} of an event that is over"
-            for path, what in one.trace().held.items()
-        ]
+        seen = list_held(one.trace())
         for start, end, name in one.list_memory():
             for first, last, _ in two.list_memory():
                 if start < last and first < end:

@@ -32,6 +32,41 @@ Function = Callable[[Path, Recorder], object]
 THE_END = "the end"
 """The place of what a function returns."""
 
+_SEEDS = f"""\
+import importlib.util, json, os, random, sys
+
+seed = json.loads(os.environ["{VARIABLE}"])["seed"]
+random.seed(seed)
+
+class Seeding:
+    def find_spec(self, name, path=None, target=None):
+        if name not in ("numpy", "torch"):
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None:
+            load = spec.loader.exec_module
+            def load_and_seed(module):
+                load(module)
+                (module.random.seed if name == "numpy" else module.manual_seed)(seed)
+            spec.loader.exec_module = load_and_seed
+        return spec
+
+sys.meta_path.insert(0, Seeding())
+
+# What stands behind this one has its turn too.
+sys.path.remove(os.path.dirname(__file__))
+here = sys.modules.pop("sitecustomize")
+try:
+    import sitecustomize
+except ImportError:
+    sys.modules["sitecustomize"] = here
+"""
+"""What Python runs before a script. What it does not seed begins anywhere, and is compared too."""
+
 _SECONDS_BETWEEN_LOOKS = 0.005
 _TAIL = 2000  # characters of what a process that broke has said
 
@@ -146,14 +181,25 @@ class Children:
                 ) from error
             return process
         command = [each.replace("{run}", str(run)) for each in self.what]
+        site = self.folder / "site"
+        site.mkdir(exist_ok=True)
+        (site / "sitecustomize.py").write_text(_SEEDS)
+        paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
         with open(order["log"], "wb") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, VARIABLE: json.dumps(order)},
-            )
+            try:
+                return subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={
+                        **os.environ,
+                        VARIABLE: json.dumps(order),
+                        "PYTHONPATH": os.pathsep.join(paths),
+                    },
+                )
+            except OSError as error:
+                raise CallError(f"the command cannot be started: {error}") from error
 
     def _finish(self, process: Any, order: Mapping[str, Any]) -> int:
         """Wait for the end; kill a script that records nothing once it has committed enough."""

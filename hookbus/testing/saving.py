@@ -58,7 +58,7 @@ class Saving:
             self.court.give_up("it cannot be saved")
             return None
         drawn = [*list_drawn(streams, streams_after), *_list_own(start, end)]
-        changed = list_own_changes(start, end, self.may_change)
+        changed = list_own_changes(start, end, self.may_change) + list_held(end)
         self.court.try_law("something", _find_nothing, state)
         self.court.try_law("repeatable", list_differences, state, again)
         self.court.try_law("no draws", lambda: drawn)
@@ -95,6 +95,14 @@ def list_own_changes(start: Trace, end: Trace, may_change: tuple[str, ...]) -> l
         text
         for text, path in found
         if path not in start.streams and not any(fnmatchcase(path, each) for each in may_change)
+    ]
+
+
+def list_held(moment: Trace) -> list[str]:
+    """Say what is kept of events that are over."""
+    return [
+        f"{path} still holds the {what} of an event that is over"
+        for path, what in moment.held.items()
     ]
 
 
