@@ -100,7 +100,7 @@ class Pass:
             SamplerError: the data that was handed out, or the data to come, cannot be repeated.
         """
         self._loader.remembered.clear()
-        saved = Division(**position["division"])
+        saved = Division.read(position)
         if saved.world_size != self._division.world_size:
             if (iterator := self._divide_anew(position, saved)) is not None:
                 return iterator

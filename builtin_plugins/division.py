@@ -31,6 +31,11 @@ class Division:
     samples: int = 0
     batches: int = 0
 
+    @classmethod
+    def read(cls, position: Mapping[str, Any]) -> Division:
+        """Take what was saved with a position; the first ones were all of a process alone."""
+        return cls(**position.get("division", {"world_size": 1}))
+
     @property
     def is_whole(self) -> bool:
         """Whether it is the whole epoch, as the sampler itself deals it out."""
@@ -121,7 +126,7 @@ def doubt_division(
     ranks: Iterable[int],
 ) -> Iterator[str]:
     """Say for which of the saved processes the indices that are done are not those of the run."""
-    division = Division(**position["division"])
+    division = Division.read(position)
     strange = [
         rank
         for rank in ranks
