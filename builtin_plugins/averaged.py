@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterator, Mapping
 
@@ -11,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import hookbus
 from builtin_plugins.names import list_some
-from builtin_plugins.search import find_instances
+from builtin_plugins.search import find_instances, find_living
 from hookbus.errors import UnattachedError
 
 # Those that are saved through some bus of this process.
@@ -46,11 +45,7 @@ class Averages:
         self._saves += 1
         if self._saves.bit_count() != 1:
             return
-        lost = self._find_lost(components)
-        if lost:
-            del lost
-            gc.collect()  # it may be garbage that waits to be collected
-            lost = self._find_lost(components)
+        lost = find_living(lambda: self._find_lost(components))
         if lost:
             what = list_some([f"{_count_updates(each)} updates of {_name(each)}" for each in lost])
             del lost  # the traceback would keep it alive, and a notebook keeps that

@@ -62,7 +62,7 @@ class KeepBest(Keep):
         names = {name for each in checkpoints for name in each.metrics}
         if names and self.metric not in names:
             warn_once(f"KeepBest({self.metric!r}): no checkpoint has it; they have {sorted(names)}")
-        return hookbus.rank(checkpoints, self.metric, self.mode)[: self.count]
+        return hookbus.sort_by_metric(checkpoints, self.metric, self.mode)[: self.count]
 
 
 @attrs.frozen(kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 import hookbus
 from builtin_plugins.optimizer_state import is_same, set_option
-from builtin_plugins.search import find_instances
+from builtin_plugins.search import find_instances, find_living
 from builtin_plugins.strangers import list_members, list_optimizers
 from hookbus.errors import UnattachedError
 
@@ -170,11 +169,7 @@ def _check_schedulers(components: Mapping[str, object]) -> None:
         for scheduler in _walk(member)
     }
     ours = {id(optimizer) for optimizer in optimizers}
-    forgotten = _find_forgotten(ours, attached)
-    if forgotten:
-        del forgotten
-        gc.collect()  # it may be garbage that waits to be collected
-        forgotten = _find_forgotten(ours, attached)
+    forgotten = find_living(lambda: _find_forgotten(ours, attached))
     if forgotten:
         what = ", ".join(map(_describe, forgotten))
         del forgotten  # the traceback would keep it alive, and a notebook keeps that

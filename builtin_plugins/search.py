@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def find_instances(kinds: Iterable[type]) -> list[Any]:
@@ -14,6 +16,14 @@ def find_instances(kinds: Iterable[type]) -> list[Any]:
     """
     wanted = list_subclasses(kinds)
     return [each for each in gc.get_referrers(*wanted) if type(each) in wanted] if wanted else []
+
+
+def find_living(find: Callable[[], Collection[T]]) -> Collection[T]:
+    """Return what ``find`` finds, without garbage that only waits to be collected."""
+    if not find():
+        return ()
+    gc.collect()
+    return find()
 
 
 def list_subclasses(kinds: Iterable[type]) -> set[type]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from builtin_plugins.gradients import is_in_run
 from builtin_plugins.names import list_some, parameter_names
 from builtin_plugins.optimizer_state import find_inside, is_optimizer
+from builtin_plugins.search import find_living
 from hookbus.errors import UnattachedError
 
 
@@ -47,11 +47,7 @@ class Strangers:
         Raises:
             UnattachedError: one is alive and is on no open bus.
         """
-        lost = self._find_lost(components)
-        if lost:
-            del lost
-            gc.collect()  # it may be garbage that waits to be collected
-            lost = self._find_lost(components)
+        lost = find_living(lambda: self._find_lost(components))
         if lost:
             names = parameter_names(components)
             what = "; ".join(_describe(each, names) for each in lost)

@@ -17,7 +17,7 @@ from hookbus.checkpoint import (
     best,
     checkpoints,
     history,
-    rank,
+    sort_by_metric,
 )
 from hookbus.checkpoint import open_checkpoint as open
 
@@ -85,5 +85,5 @@ __all__ = [
     "hookspec",
     "migrate",
     "open",
-    "rank",
+    "sort_by_metric",
 ]

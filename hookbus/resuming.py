@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from hookbus.checkpoint import Checkpoint, append_record, name_aside, set_aside
-from hookbus.choosing import choose_older, choose_together, find_way_out
-from hookbus.errors import CallError, CorruptCheckpointError, HookbusError
+from hookbus.checkpoint import Checkpoint
+from hookbus.errors import CallError, CorruptCheckpointError
+from hookbus.fallback import Watch, find_good
 from hookbus.logs import logger
 from hookbus.plugins import Plugins
 from hookbus.registration import EVENTS, Registered
@@ -23,8 +21,6 @@ from hookbus.resume import Resume
 from hookbus.saver import LEFT_NOTE
 from hookbus.sequence import RESTORE_EVENTS
 from hookbus.settings import read_settings, read_versions
-
-Watch = Callable[..., AbstractContextManager[Callable[[int], None]]]
 
 
 def fire(
@@ -109,7 +105,7 @@ def _get_ready(event: str, resume: Resume, plugins: Plugins, watch: Watch) -> No
     if resume.checkpoint is None:
         return
     if event == "resume_start":
-        _find_good(resume, watch)
+        find_good(resume, watch)
     elif event in RESTORE_EVENTS and event not in resume.sequence.skippable:
         final = "restore_training_state" if resume.stage == "fit" else "restore_model"
         last = event == final or resume.grown_up
@@ -131,85 +127,6 @@ def _follow_up(
         case "resume_end":
             resume.complete_report()
             _tell_changes(resume)
-
-
-def _find_good(resume: Resume, watch: Watch) -> None:
-    """Verify the checkpoint; if it is damaged, take the newest good one and move this one aside.
-
-    Nothing is moved before a good one is found.
-
-    Raises:
-        CorruptCheckpointError: none is good, or only this one may be taken.
-    """
-    damaged, ranks = dict(resume.damaged), resume.ranks
-    while True:
-        assert resume.checkpoint is not None
-        path = resume.checkpoint.path
-        error = _find_damage(resume, resume.checkpoint, watch)
-        if error is None:
-            break
-        if not resume.request.may_fall_back or resume.fresh:
-            with ranks.together("looking for another checkpoint"):
-                if ranks.is_first:
-                    way_out = find_way_out(path, resume.list_wanted())
-                    raise CorruptCheckpointError(f"{error}; {way_out}") from error
-        damaged[path] = error
-        try:
-            choice = choose_together(ranks, functools.partial(choose_older, path))
-        except CorruptCheckpointError as none:
-            texts = [*map(str, damaged.values()), f"{none}, and nothing was moved"]
-            raise CorruptCheckpointError("; ".join(texts)) from none
-        damaged.update(choice.damaged)
-        resume.fall_back(choice)
-    with ranks.together("moving what is damaged"):
-        aside = _move_aside(resume.run, damaged) if ranks.is_first else {}
-    for path, name in (ranks.share("what was moved", aside) if damaged else {}).items():
-        text = f"{path.name} is damaged and was moved to {name}: {damaged[path]}"
-        resume.report.note(text)
-        if ranks.is_first:
-            logger.warning("%s: %s", resume.run, text)
-
-
-def _move_aside(run: Path, damaged: Mapping[Path, HookbusError]) -> dict[Path, str]:
-    """Rename what is damaged; return the new names.
-
-    The history is told before: a start that dies in between would leave a folder that nobody can
-    explain, and the next one finds nothing damaged any more.
-    """
-    moved = dict[Path, str]()
-    for path, fault in damaged.items():
-        aside = name_aside(path)
-        append_record(run, "fallback", checkpoint=path.name, moved_to=aside.name, why=str(fault))
-        set_aside(path, aside)
-        moved[path] = aside.name
-    return moved
-
-
-def _find_damage(
-    resume: Resume, checkpoint: Checkpoint, watch: Watch
-) -> CorruptCheckpointError | None:
-    """Return what is wrong with a checkpoint; all ranks return it if one of them finds it."""
-    found = None
-    with resume.ranks.together("verifying the checkpoint"):
-        try:
-            _verify(resume, checkpoint, watch)
-        except CorruptCheckpointError as error:
-            found = error
-    told = resume.ranks.gather("what is damaged", found and str(found))
-    if not any(told) and resume.request.verify == "hashes":
-        checkpoint.trust(resume.list_wanted())  # each rank has seen its share
-    return found or next((CorruptCheckpointError(text) for text in told if text), None)
-
-
-def _verify(resume: Resume, checkpoint: Checkpoint, watch: Watch) -> None:
-    """Look at every byte, or at the sizes; of several processes each takes a share of the files."""
-    wanted, share = resume.list_wanted(), (resume.rank, resume.world_size)
-    total = sum(checkpoint.sections[name].bytes for name in wanted) // resume.world_size
-    if resume.request.verify == "sizes":
-        checkpoint.verify(wanted, hashes=False, share=share)
-    else:
-        with watch("verifying", checkpoint.path, checkpoint.step, total) as on_bytes:
-            checkpoint.verify(wanted, on_bytes=on_bytes, share=share)
 
 
 def _check(resume: Resume, plugins: Plugins, *, last: bool) -> None:

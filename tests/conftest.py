@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from gang import Server
-from installed import Install, write_distribution
+from installed import Command, Install, write_distribution
+
+from hookbus.cli.app import main
 
 MEMORY = Path("/dev/shm")
 
@@ -51,3 +53,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     for module in set(sys.modules) - modules:
         if str(getattr(sys.modules[module], "__file__", "")).startswith(str(tmp_path)):
             del sys.modules[module]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command in this process; return its status and what it wrote."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        status = main([str(each) for each in arguments])
+        return status, *capsys.readouterr()
+
+    return call

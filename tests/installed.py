@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 LIMIT = 120  # seconds
 
 Install = Callable[..., Path]
+Command = Callable[..., tuple[int, str, str]]
 
 
 def write_distribution(

@@ -146,9 +146,9 @@ def test_a_reader_that_does_not_hash_is_caught(
 def test_a_fallback_to_any_older_one_is_caught(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = hookbus.resuming.choose_older
+    choose = hookbus.fallback.choose_older
     monkeypatch.setattr(  # of all that are older, the oldest
-        "hookbus.resuming.choose_older",
+        "hookbus.fallback.choose_older",
         lambda path: choose(path if path.name == NAMES[0] else path.with_name(NAMES[1])),
     )
     assert any(text.startswith("another one: ") for text in rot(saved, tmp_path, 60))

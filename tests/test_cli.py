@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from installed import Command
 from keepers import Keeper, make_bus
 from rich.cells import cell_len
 from test_checkpoint_files import save as write
@@ -45,20 +46,6 @@ def run(tmp_path: Path) -> Path:
         bus.save(step=1)
         bus.save(step=2, metrics={"val_loss": 0.5})
     return run
-
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process; return its status and what it wrote."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(each) for each in arguments])
-        return status, *capsys.readouterr()
-
-    return call
 
 
 def start(*arguments: object, code: str = "", **environment: str) -> subprocess.CompletedProcess:

@@ -8,28 +8,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from installed import Install, write_distribution
+from installed import Command, Install, write_distribution
 
 import hookbus
-from hookbus.cli.app import main
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a command in this process; return its status and what it wrote."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        status = main([str(each) for each in arguments])
-        return status, *capsys.readouterr()
-
-    return call
 
 
 def read_lines(text: str) -> list[str]:

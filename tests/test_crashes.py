@@ -319,9 +319,9 @@ BREACHES: dict[str, tuple[dict[str, Any], str]] = {
         "a deletion",
     ),
     "a deletion does not sync": ({"run_writer.remove_checkpoint": remove_unsynced}, "a deletion"),
-    "a damaged one is deleted": ({"resuming.set_aside": remove_aside}, "a fallback"),
+    "a damaged one is deleted": ({"fallback.set_aside": remove_aside}, "a fallback"),
     "a fallback is told after the move": (
-        {"resuming.append_record": tell_later, "resuming.set_aside": move_and_tell},
+        {"fallback.append_record": tell_later, "fallback.set_aside": move_and_tell},
         "a fallback",
     ),
     "a line is added to a torn one": ({"files.append_line": append_torn}, "a save"),

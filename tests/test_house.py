@@ -98,7 +98,7 @@ def test_imports_point_one_way(path: Path) -> None:
 
 
 WITH_TORCH = {"tensors", "torch_kinds", "leaves", "tree", "loading", "placing"}
-WITH_TORCH |= {"in_memory", "writer", "staging"}
+WITH_TORCH |= {"in_memory", "tensor_writer", "writer", "staging"}
 WITH_TORCH |= {"dtensors", "joint", "shard_writer", "shard_reader"}
 LOOKING = [path for path in PRODUCT if path.parent.name in ("checkpoint", "cli")]
 

@@ -31,9 +31,9 @@ from hookbus.checkpoint.run_directory import (
     checkpoints,
     make_run_directory,
     name_aside,
-    rank,
     remove_checkpoint,
     set_aside,
+    sort_by_metric,
     sweep,
 )
 from hookbus.checkpoint.tensor_info import TensorInfo
@@ -87,7 +87,7 @@ __all__ = [
     "make_run_directory",
     "name_aside",
     "open_checkpoint",
-    "rank",
+    "sort_by_metric",
     "read_folder_name",
     "remove_checkpoint",
     "set_aside",

@@ -7,25 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
-
 from hookbus.checkpoint import files, run_directory
 from hookbus.checkpoint.manifest import PartInfo, write_rank_list
 from hookbus.checkpoint.peers import Peers
-from hookbus.checkpoint.rank_lists import RankFile, folder_of_ranks, name_list
+from hookbus.checkpoint.rank_lists import RankFile, Receipt, folder_of_ranks, name_list
 from hookbus.checkpoint.reader import Checkpoint, open_checkpoint
 from hookbus.checkpoint.shard_writer import Plans, describe_tensors, write_shards
 from hookbus.checkpoint.writer import Draft, Parts, Section, write_part
-from hookbus.errors import CorruptCheckpointError
-
-
-@attrs.frozen
-class Receipt:
-    """What a rank wrote of a part of its own: its list, and the size of the file of tensors."""
-
-    list: RankFile
-    file: int
-
 
 Receipts = dict[tuple[str, str | None], Receipt]
 
@@ -148,25 +136,7 @@ def _check(
     versions = {(s.name, name): part.version for s in sections for name, part in s.parts.items()}
     for key in _list_own(sections):
         for rank, receipts in enumerate(every):
-            path = folder / name_list(*key, rank)
-            with _told_of(rank):
-                receipts[key].list.read(path)
-                tensors = path.with_suffix(".safetensors")
-                size = tensors.stat().st_size if tensors.exists() else 0
-                if size != receipts[key].file:
-                    raise CorruptCheckpointError(
-                        f"{tensors}: has {size} bytes, written were {receipts[key].file}"
-                    )
+            receipts[key].check(folder / name_list(*key, rank), rank)
         lists = tuple(receipts[key].list for receipts in every)
         parts[key] = PartInfo(versions[key], None, None, {}, lists)
     return parts
-
-
-@contextlib.contextmanager
-def _told_of(rank: int) -> Any:
-    try:
-        yield
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"what rank {rank} wrote is not here: {error}; all ranks need the same run directory"
-        ) from error

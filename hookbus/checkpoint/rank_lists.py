@@ -46,6 +46,34 @@ class RankFile:
         return data
 
 
+@attrs.frozen
+class Receipt:
+    """What a rank wrote of a part: its list, and the size of its file of tensors."""
+
+    list: RankFile
+    file: int
+
+    def check(self, path: Path, rank: int) -> None:
+        """Find a rank's list at ``path``, and its tensors beside it, as they were written.
+
+        Raises:
+            CorruptCheckpointError: they are not: they may lie in another run directory.
+        """
+        try:
+            self.list.read(path)
+            tensors = path.with_suffix(".safetensors")
+            size = tensors.stat().st_size if tensors.exists() else 0
+            if size != self.file:
+                raise CorruptCheckpointError(
+                    f"{tensors}: has {size} bytes, written were {self.file}"
+                )
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(
+                f"what rank {rank} wrote is not here: {error}; all ranks need the same run"
+                " directory"
+            ) from error
+
+
 def read_rank_files(written: Any) -> tuple[RankFile, ...]:
     """Take what a manifest says of the ranks' lists.
 

@@ -66,10 +66,10 @@ def best(run: str | os.PathLike[str], metric: str, mode: str = "min") -> Checkpo
         raise CallError(f"metric={metric!r}: pass the name of a metric")
     if mode not in ("min", "max"):
         raise CallError(f"mode={mode!r}: pass 'min' or 'max'")
-    return next(iter(rank(checkpoints(run), metric, mode)), None)
+    return next(iter(sort_by_metric(checkpoints(run), metric, mode)), None)
 
 
-def rank(found: Iterable[Checkpoint], metric: str, mode: str) -> list[Checkpoint]:
+def sort_by_metric(found: Iterable[Checkpoint], metric: str, mode: str) -> list[Checkpoint]:
     """Return those that have a metric, the best first; of equal ones, the one given first.
 
     Those without the metric, or with nan, are left out.

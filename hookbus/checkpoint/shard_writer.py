@@ -6,7 +6,7 @@ torch's distributed checkpoint plans who writes what; the files are ours.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from hookbus.checkpoint import files
 from hookbus.checkpoint.dtensors import Cut
 from hookbus.checkpoint.peers import Peers
-from hookbus.checkpoint.rank_lists import RankFile, rank_name
+from hookbus.checkpoint.rank_lists import RankFile, Receipt, rank_name
 from hookbus.checkpoint.shards import (
     Chunk,
     Layout,
@@ -28,8 +28,9 @@ from hookbus.checkpoint.shards import (
     find_gap,
     write_list,
 )
-from hookbus.checkpoint.tensor_info import TensorInfo, make_header, split_bytes
-from hookbus.checkpoint.tensors import describe, dtype_name, order_names, take_bytes
+from hookbus.checkpoint.tensor_info import TensorInfo
+from hookbus.checkpoint.tensor_writer import write_tensors
+from hookbus.checkpoint.tensors import describe, dtype_name
 from hookbus.checkpoint.tree import Flat
 from hookbus.errors import CorruptCheckpointError, StateError
 
@@ -89,10 +90,10 @@ def write_shards(
     """
     plan = _find_plan(folder, flat, peers, uncompared, {} if plans is None else plans)
 
-    def collect(sent: list[_Receipt | None]) -> Sequence[Shards | None]:
+    def collect(sent: list[Receipt | None]) -> Sequence[Shards | None]:
         for rank, receipt in enumerate(sent):
             if receipt is not None:
-                _check(folder, rank, receipt)
+                receipt.check(folder / rank_name(rank, "json"), rank)
         ranks = {rank: each.list for rank, each in enumerate(sent) if each is not None}
         shards = Shards.make(plan.layouts, ranks)
         if gaps := list(shards.find_gaps(describe_tensors(flat))):
@@ -182,26 +183,6 @@ def _take_fingerprint(flat: Flat, uncompared: Collection[str]) -> str:
         cut = flat.cuts.get(name)
         digest.update(repr((name, tensor.dtype, tuple(tensor.shape), cut)).encode())
     return digest.hexdigest()
-
-
-@attrs.frozen
-class _Receipt:
-    """What a rank wrote: its list, and the size of its file of tensors."""
-
-    list: RankFile
-    file: int
-
-
-def _check(folder: Path, rank: int, receipt: _Receipt) -> None:
-    """Find the files of a rank here: they may lie in another run directory."""
-    for suffix, size in (("json", receipt.list.bytes), ("safetensors", receipt.file)):
-        path = folder / rank_name(rank, suffix)
-        found = path.stat().st_size if path.exists() else None
-        if found != size:
-            raise CorruptCheckpointError(
-                f"what rank {rank} wrote is not here: {path} has {found} bytes, written were"
-                f" {size}; all ranks need the same run directory"
-            )
 
 
 # -- who writes what -----------------------------------------------------------------------------
@@ -295,32 +276,15 @@ def _write(
     flat: Flat,
     names: Sequence[str],
     on_bytes: Callable[[int], None] | None,
-) -> _Receipt | None:
+) -> Receipt | None:
     if not names:
         return None
     tensors = {name: flat.tensors[name] for name in names}
-    infos = [describe(name, tensors[name]) for name in order_names(tensors.items())]
-    header, hashes = make_header(infos), {}
-
-    def list_pieces() -> Iterator[files.Piece]:
-        yield header
-        for info in infos:
-            digest = xxhash.xxh3_128()
-            for piece in split_bytes(take_bytes(tensors[info.name])):
-                digest.update(piece)
-                yield piece
-                if on_bytes is not None:
-                    on_bytes(len(piece))
-            hashes[info.name] = digest.hexdigest()
-
-    size = files.write_file(folder / rank_name(rank, "safetensors"), list_pieces())
+    infos, size = write_tensors(folder / rank_name(rank, "safetensors"), tensors, on_bytes)
     chunks = [
-        StoredChunk(
-            attrs.evolve(info, hash=hashes[info.name]),
-            flat.cuts[info.name].offsets if info.name in flat.cuts else (0,) * len(info.sizes),
-        )
-        for info in infos
+        StoredChunk(info, flat.cuts[name].offsets if name in flat.cuts else (0,) * len(info.sizes))
+        for name, info in infos.items()
     ]
     data = write_list(rank, chunks)
     files.write_file(folder / rank_name(rank, "json"), [data])
-    return _Receipt(RankFile.describe(data, sum(info.bytes for info in infos)), size)
+    return Receipt(RankFile.describe(data, sum(each.bytes for each in infos.values())), size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from hookbus.checkpoint.manifest import (
 from hookbus.checkpoint.names import check_names, file_name, folder_name, part_name
 from hookbus.checkpoint.reader import Checkpoint, SectionFile
 from hookbus.checkpoint.tensor_file import open_tensors
-from hookbus.checkpoint.tensor_info import make_header, split_bytes
+from hookbus.checkpoint.tensor_info import split_bytes
+from hookbus.checkpoint.tensor_writer import write_tensors
 from hookbus.checkpoint.tensors import describe, order_names, take_bytes
 from hookbus.checkpoint.tree import Flat, flatten
 from hookbus.errors import CallError, CheckpointError, StateError, WriteError
@@ -292,26 +293,10 @@ def write_part(
     path: Path, name: str, part: Part, on_bytes: Callable[[int], None] | None
 ) -> PartInfo:
     """Write the tensors of a part, if it has any; the checkpoint calls the file ``name``."""
-    tensors = part.flat.tensors
-    infos = [describe(name, tensors[name]) for name in order_names(tensors.items())]
-    if not infos:
+    if not part.flat.tensors:
         return PartInfo(part.version, part.flat.tree, None, {})
-    header, hashes = make_header(infos), {}
-
-    def list_pieces() -> Iterator[files.Piece]:
-        yield header
-        for info in infos:
-            digest = xxhash.xxh3_128()
-            for piece in split_bytes(take_bytes(tensors[info.name])):
-                digest.update(piece)
-                yield piece
-                if on_bytes is not None:
-                    on_bytes(len(piece))
-            hashes[info.name] = digest.hexdigest()
-
-    files.write_file(path, list_pieces())
-    stored = {info.name: attrs.evolve(info, hash=hashes[info.name]) for info in infos}
-    return PartInfo(part.version, part.flat.tree, describe_file(name, infos), stored)
+    stored, _ = write_tensors(path, part.flat.tensors, on_bytes)
+    return PartInfo(part.version, part.flat.tree, describe_file(name, stored.values()), stored)
 
 
 def _write_plain(what: str, values: Mapping[str, Any]) -> Any:

@@ -37,7 +37,8 @@ from typing import Any, TypeAlias
 from hookbus.errors import CallError
 from hookbus.testing.bench import quiet, streams_kept
 from hookbus.testing.comparing import Cuts, ExactReport, Expected, join
-from hookbus.testing.runs import Children, Cut, InProcess, Lived, alone
+from hookbus.testing.in_process import InProcess, alone
+from hookbus.testing.runs import Children, Cut, Lived
 
 MakeRun: TypeAlias = Callable[..., object] | Sequence[str]
 

@@ -109,7 +109,7 @@ class Restoring:
         one, two = (self.bench.make(run=self.saved.run) for _ in range(2))
         for trial in (one, two):
             trial.bus.resume(trial.run)
-        seen = list_held(one.trace())
+        seen = list_held(one.trace(), ("Save", "Resume", "Checkpoint"))
         for start, end, name in one.list_memory():
             for first, last, _ in two.list_memory():
                 if start < last and first < end:

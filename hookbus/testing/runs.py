@@ -1,14 +1,11 @@
-"""How a run is made for `assert_exact_resume`: in this process or another, to its end or cut."""
+"""How a run lives for `assert_exact_resume`: what cuts it, and in processes of its own."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import itertools
 import json
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -18,54 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import numpy
-import torch
 
-from hookbus.bus import made as buses
 from hookbus.checkpoint import checkpoints, history, read_folder_name
 from hookbus.errors import CallError
 from hookbus.testing.faults import Death, DiskChange
 from hookbus.testing.recorder import VARIABLE, Record, Recorder, open_by, read_records
+from hookbus.testing.seeds import SITE, seed
 
 Function = Callable[[Path, Recorder], object]
 
 THE_END = "the end"
 """The place of what a function returns."""
-
-_SEEDS = f"""\
-import importlib.util, json, os, random, sys
-
-seed = json.loads(os.environ["{VARIABLE}"])["seed"]
-random.seed(seed)
-
-class Seeding:
-    def find_spec(self, name, path=None, target=None):
-        if name not in ("numpy", "torch"):
-            return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
-        if spec is not None:
-            load = spec.loader.exec_module
-            def load_and_seed(module):
-                load(module)
-                (module.random.seed if name == "numpy" else module.manual_seed)(seed)
-            spec.loader.exec_module = load_and_seed
-        return spec
-
-sys.meta_path.insert(0, Seeding())
-
-# What stands behind this one has its turn too.
-sys.path.remove(os.path.dirname(__file__))
-here = sys.modules.pop("sitecustomize")
-try:
-    import sitecustomize
-except ImportError:
-    sys.modules["sitecustomize"] = here
-"""
-"""What Python runs before a script. What it does not seed begins anywhere, and is compared too."""
 
 _SECONDS_BETWEEN_LOOKS = 0.005
 _TAIL = 2000  # characters of what a process that broke has said
@@ -88,34 +48,6 @@ class Lived:
 
     records: tuple[Record, ...]
     was_cut: bool
-
-
-class InProcess:
-    """Calls a function again and again in this process, as if each time in a new one."""
-
-    def __init__(self, function: Function) -> None:
-        self._function = function
-        self._seeds = itertools.count()
-
-    def live(self, run: Path, cut: Cut | None) -> Lived:
-        """Call it once; at the cut everything ends as with its process."""
-        records: list[Record] = []
-        death = _DeathAfterCommit(cut.number) if cut is not None and cut.at_commit else Death()
-
-        def take(record: Record) -> None:
-            records.append(record)
-            if cut is not None and not cut.at_commit and len(records) == cut.number:
-                death.die(f"at {cut}")
-
-        _seed(next(self._seeds) + 1 if _has_saved(run) else 0)
-        with death.awaited():
-            try:
-                _call(self._function, run, Recorder(run, take))
-            finally:
-                _let_go(run)
-        if death.happened:
-            gc.collect()  # a bus that was not closed is full of cycles
-        return Lived(tuple(records), death.happened)
 
 
 @attrs.define
@@ -142,7 +74,7 @@ class Children:
             "cut": cut.number if cut is not None and not cut.at_commit else 0,
             "commits": cut.number if cut is not None and cut.at_commit else 0,
             "signal": int(self.signal),
-            "seed": number if _has_saved(run) else 0,
+            "seed": number if has_saved(run) else 0,
         }
         status = self._finish(self._start(run, order), order)
         records = tuple(read_records(file))
@@ -183,7 +115,7 @@ class Children:
         command = [each.replace("{run}", str(run)) for each in self.what]
         site = self.folder / "site"
         site.mkdir(exist_ok=True)
-        (site / "sitecustomize.py").write_text(_SEEDS)
+        (site / "sitecustomize.py").write_text(SITE)
         paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
         with open(order["log"], "wb") as log:
             try:
@@ -240,19 +172,19 @@ def _live(function: Function, order: Mapping[str, Any]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(said, stream.fileno())
-    _seed(order["seed"])
+    seed(order["seed"])
     with _KillAfterCommit(order["commits"], order["signal"]).in_front():
-        _call(function, Path(order["run"]), open_by(order))
+        call(function, Path(order["run"]), open_by(order))
 
 
-def _call(function: Function, run: Path, recorder: Recorder) -> None:
+def call(function: Function, run: Path, recorder: Recorder) -> None:
     result = function(run, recorder)
     if result is not None:
         recorder(at=THE_END, result=result)
 
 
 @attrs.define
-class _Commits:
+class Commits:
     """Counts commits down."""
 
     left: int
@@ -265,21 +197,12 @@ class _Commits:
         return False
 
 
-class _DeathAfterCommit(Death):
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self._commits = _Commits(number)
-
-    def is_due(self, change: DiskChange) -> bool:
-        return self._commits.are_behind(change)
-
-
 class _KillAfterCommit(Death):
     """Sends the signal to its own process, once."""
 
     def __init__(self, number: int, signal_number: int) -> None:
         super().__init__()
-        self._commits, self._signal, self._sent = _Commits(number), signal_number, number == 0
+        self._commits, self._signal, self._sent = Commits(number), signal_number, number == 0
 
     def is_due(self, change: DiskChange) -> bool:
         if not self._sent and self._commits.are_behind(change):
@@ -293,40 +216,5 @@ def _is_commit(change: DiskChange) -> bool:
     return change.path.name.startswith(".") and read_folder_name(final) is not None
 
 
-def _let_go(run: Path) -> None:
-    """Close what is still open of a run, so that nothing of it goes on in this process."""
-    for bus in list(buses):
-        if bus._saver is not None and bus._saver.writer.run == run:
-            with contextlib.suppress(Exception):
-                bus._let_go()
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Let searches through all objects of the process find those alone that come from now on.
-
-    What others have left is neither taken for the run's, nor does it cost time.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _has_saved(run: Path) -> bool:
+def has_saved(run: Path) -> bool:
     return run.exists() and bool(checkpoints(run))
-
-
-def _seed(number: int) -> None:
-    """Begin with other streams where a run goes on, as a new process would.
-
-    A start from nothing begins as the first one did: what it does not seed is nobody's fault here.
-    """
-    random.seed(number)
-    numpy.random.seed(number)
-    torch.manual_seed(number)

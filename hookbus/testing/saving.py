@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class Saving:
             self.court.give_up("it cannot be saved")
             return None
         drawn = [*list_drawn(streams, streams_after), *_list_own(start, end)]
-        changed = list_own_changes(start, end, self.may_change) + list_held(end)
+        changed = list_own_changes(start, end, self.may_change) + list_held(end, ("Save",))
         self.court.try_law("something", _find_nothing, state)
         self.court.try_law("repeatable", list_differences, state, again)
         self.court.try_law("no draws", lambda: drawn)
@@ -98,11 +98,12 @@ def list_own_changes(start: Trace, end: Trace, may_change: tuple[str, ...]) -> l
     ]
 
 
-def list_held(moment: Trace) -> list[str]:
+def list_held(moment: Trace, kinds: Collection[str]) -> list[str]:
     """Say what is kept of events that are over."""
     return [
-        f"{path} still holds the {what} of an event that is over"
-        for path, what in moment.held.items()
+        f"{path} still holds the {kind} of an event that is over"
+        for path, kind in moment.held.items()
+        if kind in kinds
     ]
 
 
