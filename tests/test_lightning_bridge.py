@@ -230,7 +230,7 @@ CALLBACKS = {
     ),
     "accumulation": (
         lambda bridge: [bridge, GradientAccumulationScheduler({0: 2})],
-        "pass Trainer(accumulate_grad_batches=…)",
+        r"not in the middle of one; pass Trainer\(accumulate_grad_batches=…\)",
     ),
     "finetuning": (
         lambda bridge: [bridge, BackboneFinetuning()],
